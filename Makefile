@@ -72,7 +72,9 @@ repro: setup ## Measure papers' figures again on the simulator; ARGS=--quick for
 	$(BIN)/vllm-ext repro all --out-dir benchmarks/results/repro $(ARGS)
 	$(BIN)/python scripts/readme_results.py
 
-docs: setup ## Make the pages that git does not keep: hooks into vLLM, and all reproductions of papers' figures
+docs: setup ## Make the pages that git does not keep: all options, metrics, hooks into vLLM, reproductions of figures
+	$(BIN)/vllm-ext options --markdown > docs/options.md
+	$(BIN)/python scripts/metrics_page.py > docs/all-metrics.md
 	$(BIN)/vllm-ext patches --markdown > docs/patches.md
 	$(BIN)/vllm-ext repro --document
 

@@ -10,7 +10,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.extent import FULL
+from tests.support.extent import FULL
 
 _SLOW_DATA = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = """
 import pytest
-from tests.extent import quick, with_full
+from tests.support.extent import quick, with_full
 
 @pytest.mark.parametrize("number", with_full([1], [1, 2]))
 def test_one_argument(number):

@@ -10,14 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
+from tests.support.processes import is_gone, until
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -71,21 +71,6 @@ def part(parts: ModuleType, name: str, *commands: Any) -> Any:
 
 def write(value: object) -> str:
     return f"open(out + '.new', 'w').write(json.dumps({value!r})); os.replace(out + '.new', out)"
-
-
-def until(there: Callable[[], object]) -> None:
-    """Waits; a hang is the end of the test."""
-    end = time.monotonic() + HANG_S
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def summary_of(folder: Path) -> Any:

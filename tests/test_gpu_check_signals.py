@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import HANG_S
-from tests.test_gpu_check import SCRIPTS, is_gone, until
+from tests.support.extent import HANG_S
+from tests.support.processes import is_gone, until
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 HANGS = f"""
 import json, os, subprocess, sys, time

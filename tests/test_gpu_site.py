@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import vllm_ext
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 

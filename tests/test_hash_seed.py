@@ -7,15 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.extent import HANG_S
-
-from .conformance import digests
-from .simulation import run_digests
+from tests.support import digests, run_digests
+from tests.support.extent import HANG_S
 
 
 def test_invariant_9_nothing_depends_on_the_hash_seed() -> None:
     """Sets of request ids iterate in an order that changes with the process; nothing may follow it."""
-    script = Path(__file__).with_name("print_digests.py")
+    script = Path(__file__).with_name("support") / "print_digests.py"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     done = subprocess.run(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 
 HEAVY = ("vllm", "torch", "numpy", "transformers", "sentence_transformers", "pydantic", "scipy")
 

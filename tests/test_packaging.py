@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.experiments import catalogue
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext import envs, plugin, systems, tiny_model
 from vllm_ext.config import ConfigError, ExtConfig, PredictionConfig, parse
 from vllm_ext.hooks import registry

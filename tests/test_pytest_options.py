@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 
 ROOT = Path(__file__).parents[1]
 A_SMALL_TEST = str(Path(__file__).relative_to(ROOT))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 

@@ -129,6 +129,34 @@ def test_old_words_name_nothing_new(room: str) -> None:
     assert not found, "say instead"
 
 
+def shared_tests(file: Path, tree: ast.AST) -> set[str]:
+    """The modules of tests that a file takes things from and that are neither beside nor above it, nor in support."""
+    package = file.relative_to(ROOT).with_suffix("").parts[:-1]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            target = [*above, *(node.module or "").split(".")]
+            names = {tuple(filter(None, (*target, name.name))) for name in node.names}
+            for name in names:
+                if name[0] != "tests" or name[:2] == ("tests", "support"):
+                    continue
+                folder = max(length for length in range(1, len(name)) if (ROOT.joinpath(*name[:length])).is_dir())
+                if name[:folder] != package[:folder]:
+                    found.add(".".join(name))
+    return found
+
+
+def test_what_folders_of_tests_share_lies_in_support() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    found = {str(file.relative_to(ROOT)): sorted(shared_tests(file, tree)) for file, tree in trees.items()}
+    assert {file: names for file, names in found.items() if names} == {}
+    file = ROOT / "tests" / "kv" / "int8" / "test_records.py"
+    wrong = ast.parse("from tests.kv.parts import a\nfrom ..parts import b\nfrom tests.slo.parts import c\n")
+    assert shared_tests(file, wrong) == {"tests.slo.parts.c"}
+
+
 def test_complexity_is_looked_at_in_all_but_a_few_files() -> None:
     ignores: dict[str, list[str]] = pyproject()["ruff"]["lint"]["per-file-ignores"]
     agrees({file for file, rules in ignores.items() if "C901" in rules}, lines_of(TOO_COMPLEX), "cut the function")

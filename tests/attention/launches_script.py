@@ -19,7 +19,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.kernels.paged_attention.launches import Launch, recorded
+from tests.support.launches import Launch, recorded
 from vllm_ext.attention.cuda import paged
 from vllm_ext.attention.own_steps import OwnSteps
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat

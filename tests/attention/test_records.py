@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kv.int8.test_memory import BLOCKS, LAYOUT, TOKENS, allocated, device_records
+from tests.support.record_memory import BLOCKS, LAYOUT, TOKENS, allocated, device_records
 from vllm_ext.attention.records import UnpacksRecords, note_reads, records_behind
 from vllm_ext.kv.int8 import worker
 from vllm_ext.kv.int8.step import Direction, RecordMove, RecordStep

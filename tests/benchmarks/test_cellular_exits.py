@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.options import EngineOptions
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.datasets import WorkloadRow
 
 from .conftest import BENCHMARKS, Letters

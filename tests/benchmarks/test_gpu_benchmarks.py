@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.report.results import NEEDS_DEVICE
 from vllm_ext.step_time import profile as profiles
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 
 from .conftest import GPU
 from .fake_gpu_engine import FakeEngine

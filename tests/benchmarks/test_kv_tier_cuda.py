@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.report.results import NEEDS_DEVICE
 
 from .conftest import GPU

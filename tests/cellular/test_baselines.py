@@ -12,7 +12,7 @@ import torch
 from tests.cellular.graphs_of import cells, chain, compiled, complete_tree, translation, tree
 from tests.cellular.plain import Plain, listening, lively, random_tree
 from tests.cellular.test_engine import sentences
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.graphs import CellGraph, CellTable
 from vllm_ext.cellular.models import build

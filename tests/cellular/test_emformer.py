@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import gelu, layer_norm
 
 from tests.cellular.plain import lively
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.models import ModelError, RequestError, build, load, load_torchaudio, save
 from vllm_ext.cellular.models.emformer import Emformer

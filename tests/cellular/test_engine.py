@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.cellular.plain import Plain, listening, lively, random_tree
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cellular.arena import Arena, ArenaFull
 from vllm_ext.cellular.cells import Cell, Kind
 from vllm_ext.cellular.engine import CellularEngine, _resized

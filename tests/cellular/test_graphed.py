@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.cellular.plain import Plain
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cellular.cells import Cell, Port
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.graphed import Captured, CudaCapture, GraphedCells

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cellular.cells import CellError
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.models import Layers, ModelError, RequestError

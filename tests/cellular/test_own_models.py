@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cellular.arena import Arena
 from vllm_ext.cellular.cells import Cell, Port
 from vllm_ext.cellular.engine import CellularEngine

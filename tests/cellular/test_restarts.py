@@ -11,7 +11,7 @@ from tests.cellular.plain import Plain
 from tests.cellular.test_engine import die, held, nothing_is_left
 from tests.cellular.test_own_models import Counter
 from tests.cellular.test_serving import server
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cellular import engine as engines
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.models import build

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.cellular.plain import Plain, listening, lively
 from tests.cellular.test_engine import Held
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.graphed import GraphedCells
 from vllm_ext.cellular.graphs import CellGraph

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.cellular.test_engine import held, nothing_is_left
-from tests.extent import HANG_S, quick
+from tests.support.extent import HANG_S, quick
 from vllm_ext.cellular.arena import Arena, ArenaFull
 from vllm_ext.cellular.cells import Kind
 from vllm_ext.cellular.engine import CellularEngine

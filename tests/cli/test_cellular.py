@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cellular.models import build, save
 from vllm_ext.cellular.train import trained
 from vllm_ext.cli.cellular import main

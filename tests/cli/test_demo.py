@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.prediction.learned import BLEND, REGRESSED, RETRIEVAL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]

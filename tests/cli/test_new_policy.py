@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.cli import new_policy, simulate
 
 SMALL = ("--cost", "constant", "--dataset", "fixed:20:8", "--num-requests", "12", "--max-model-len", "64")

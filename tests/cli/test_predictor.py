@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.prediction.learned_parts import WordEncoder, ask, made
+from tests.support.learned_parts import WordEncoder, ask, made
 from vllm_ext.cli.predictor import main
 from vllm_ext.prediction import encoder
 from vllm_ext.prediction.folder import REGRESSION, STORE, default_folder

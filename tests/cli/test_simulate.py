@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext import config
 from vllm_ext.cli import simulate
 from vllm_ext.cli.simulate import main

@@ -10,13 +10,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
+from tests.support.processes import until
 from vllm_ext.cli.sweep import main
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import pools
@@ -121,11 +121,11 @@ def test_sweep_that_is_stopped_takes_its_workers_along_and_resumes_to_the_bytes_
     command = [sys.executable, script, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        wait_until(lambda: process.poll() is not None or num_points(folder) == 2)
+        until(lambda: process.poll() is not None or num_points(folder) == 2)
         assert process.poll() is None
         (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
         _, said = process.communicate(timeout=HANG_S)
-        wait_until(lambda: is_gone(process.pid))
+        until(lambda: is_gone(process.pid))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -139,13 +139,6 @@ def test_sweep_that_is_stopped_takes_its_workers_along_and_resumes_to_the_bytes_
     assert main([*flags[: flags.index("--dir")], "--dir", str(whole), "--quiet"]) == 0
     assert points(folder) == points(whole)
     assert (folder / "summary.csv").read_bytes() == (whole / "summary.csv").read_bytes()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def is_gone(group: int) -> bool:

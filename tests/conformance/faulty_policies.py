@@ -6,13 +6,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.extent import quick
+from tests.support.extent import quick
+from tests.support.systems_matrix import Row
 from vllm_ext.contract import Rank, RequestView, Room, Split, Step
 from vllm_ext.systems import System, register
 from vllm_ext.systems.alise import Preemptive, RemainingTimeLevels
 from vllm_ext.systems.upstream import StaticBudget
-
-from .systems_matrix import Row
 
 
 class PolicyFault(Exception):

@@ -14,8 +14,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
-from tests.scheduling.loads import Loads
-from tests.scheduling.steering import Loras, Rig, unwatched
+from tests.support.loads import Loads
+from tests.support.steering import Loras, Rig, unwatched
 from vllm_ext.contract import Origin
 from vllm_ext.simulation.engine.harness import make_request
 

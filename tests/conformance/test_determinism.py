@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 
-from .rig import Rig, RigConfig
-from .systems_matrix import SYSTEMS, Row
-from .traces import Event, configs, play, searched, traces
+from tests.support.conformance_rig import Rig, RigConfig
+from tests.support.systems_matrix import SYSTEMS, Row
+from tests.support.traces import Event, configs, play, searched, traces
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns")
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.conformance_rig import Rig, RigConfig
+from tests.support.systems_matrix import SYSTEMS, Row
+from tests.support.traces import Event, configs, play, searched, traces
+
 from .faulty_policies import EVERY_STEP, FAULTS, FAULTY, HOSTILE
-from .rig import Rig, RigConfig
-from .systems_matrix import SYSTEMS, Row
-from .traces import Event, configs, play, searched, traces
 
 _UPSTREAM = next(row for row in SYSTEMS if row.name == "upstream")
 

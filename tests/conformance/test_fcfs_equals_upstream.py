@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from hypothesis import given
 
-from .rig import Rig, RigConfig
-from .systems_matrix import SYSTEMS
-from .traces import Event, configs, play, searched, traces
+from tests.support.conformance_rig import Rig, RigConfig
+from tests.support.systems_matrix import SYSTEMS
+from tests.support.traces import Event, configs, play, searched, traces
 
 _UPSTREAM, _FCFS = (next(row for row in SYSTEMS if row.name == name) for name in ("upstream", "fcfs"))
 

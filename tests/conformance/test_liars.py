@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.scheduling.steering import unwatched
+from tests.support.steering import unwatched
 from vllm_ext.simulation.engine.harness import make_request
 
 STEP_S, SEATS, LOAD = 0.05, 8, 1.15

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .rig import Arrival, Rig, RigConfig
-from .systems_matrix import SYSTEMS, Row
-from .traces import Event, configs, play, searched, traces, with_true_lengths
+from tests.support.conformance_rig import Arrival, Rig, RigConfig
+from tests.support.systems_matrix import SYSTEMS, Row
+from tests.support.traces import Event, configs, play, searched, traces, with_true_lengths
 
 _FEW_CHANGED = st.dictionaries(st.integers(0, 7), st.integers(1, 48), min_size=1, max_size=3)
 _BLIND = [row for row in SYSTEMS if not row.reads_truth]

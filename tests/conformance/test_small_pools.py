@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from tests.simulation.parts import PerTokenCost, ask, make_engine
 from tests.support.audit import audit_drained
+from tests.support.simulation_parts import PerTokenCost, ask, make_engine
 from vllm_ext.simulation.workloads.requests import SimRequest, Slo
 from vllm_ext.systems import known
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from .rig import STEP_S, Arrival, Rig, RigConfig
-from .systems_matrix import SYSTEMS, Row
+from tests.support.conformance_rig import STEP_S, Arrival, Rig, RigConfig
+from tests.support.systems_matrix import SYSTEMS, Row
 
 _SHORT = Arrival(prompt_len=4, max_tokens=8, true_len=2, osl=2, ttft_slo_ms=500.0)
 _LONG = Arrival(prompt_len=20, max_tokens=48, true_len=30, osl=48, ttft_slo_ms=60_000.0)

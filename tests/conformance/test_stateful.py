@@ -14,11 +14,10 @@ from hypothesis.stateful import (
 )
 from vllm.v1.core.sched.interface import PauseState
 
+from tests.support.conformance_rig import Arrival, Rig, RigConfig
 from tests.support.distributions import nine
-
-from .rig import Arrival, Rig, RigConfig
-from .systems_matrix import SYSTEMS, Row
-from .traces import arrivals, configs, searched
+from tests.support.systems_matrix import SYSTEMS, Row
+from tests.support.traces import arrivals, configs, searched
 
 
 def machine(row: Row) -> type[RuleBasedStateMachine]:

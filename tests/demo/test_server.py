@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.demo.server import ServerError, ServerProcess, free_port, group_members
 
 STUBBORN = """

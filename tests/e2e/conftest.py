@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.extent import FULL
+from tests.support.extent import FULL
 from vllm_ext import tiny_model
 
 sys.path.append(str(Path(__file__).parent))  # the helper modules beside this file

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engines import BASE_ENGINE, EAGER, Engines, Outcome, long_then_short
 
-from tests.extent import quick
+from tests.support.extent import quick
 
 pytestmark = pytest.mark.e2e
 

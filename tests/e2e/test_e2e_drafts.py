@@ -17,7 +17,7 @@ import repeating_model
 from engines import BASE_ENGINE, TIGHT, Engines, Outcome, long_then_short
 from test_e2e_systems import NGRAM, PATIENT, SLOS, SYSTEMS
 
-from tests.extent import with_full
+from tests.support.extent import with_full
 
 pytestmark = pytest.mark.e2e
 

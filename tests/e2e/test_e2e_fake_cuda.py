@@ -19,7 +19,7 @@ import pytest
 from engines import BASE_ENGINE, Outcome, arrival
 from forks import ENVIRONMENT
 
-from tests.extent import FULL, HANG_S, quick, with_full
+from tests.support.extent import FULL, HANG_S, quick, with_full
 
 pytestmark = pytest.mark.e2e
 

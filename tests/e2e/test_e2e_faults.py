@@ -26,7 +26,7 @@ from engines import EAGER
 from forks import ForkServer
 from servers import HANG_S, MODEL, Served, wait_until
 
-from tests.extent import quick
+from tests.support.extent import quick
 from vllm_ext.demo.server import group_members
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]

@@ -14,7 +14,7 @@ import lora_adapter
 import pytest
 from engines import BASE_ENGINE, Engines, Outcome, arrival, conversations
 
-from tests.extent import quick
+from tests.support.extent import quick
 
 pytestmark = pytest.mark.e2e
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engines import BASE_ENGINE, EAGER, Engines, Outcome, conversations
 
-from tests.extent import quick, with_full
+from tests.support.extent import quick, with_full
 
 pytestmark = pytest.mark.e2e
 

@@ -14,7 +14,7 @@ import pytest
 from engines import BASE_ENGINE, TIGHT, Engines, Outcome, arrival, long_then_short
 from test_e2e_systems import PATIENT, SLOS, SYSTEMS
 
-from tests.extent import with_full
+from tests.support.extent import with_full
 
 pytestmark = pytest.mark.e2e
 

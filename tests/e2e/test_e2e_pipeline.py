@@ -12,7 +12,7 @@ import pytest
 from engines import BASE_ENGINE, EAGER, SEATS, TIGHT, Engines, Outcome, long_then_short
 from test_e2e_systems import SYSTEMS
 
-from tests.extent import with_full
+from tests.support.extent import with_full
 
 pytestmark = pytest.mark.e2e
 

@@ -16,7 +16,7 @@ import pytest
 from engines import BASE_ENGINE, Engines, Outcome, arrival, long_then_short
 from test_e2e_gaps import NO_CACHE, talks
 
-from tests.extent import quick
+from tests.support.extent import quick
 
 pytestmark = pytest.mark.e2e
 

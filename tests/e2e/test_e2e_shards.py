@@ -10,7 +10,7 @@ import pytest
 from engines import BASE_ENGINE, Engines, Outcome, conversations
 from test_e2e_gaps import NO_CACHE, RUNS, talks
 
-from tests.extent import FULL, quick
+from tests.support.extent import FULL, quick
 
 pytestmark = pytest.mark.e2e
 

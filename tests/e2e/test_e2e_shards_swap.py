@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from engines import BASE_ENGINE, EAGER, Engines, Outcome, conversations, long_then_short
 
-from tests.extent import with_full
+from tests.support.extent import with_full
 
 pytestmark = pytest.mark.e2e
 

@@ -18,7 +18,7 @@ import vision_model
 from engines import BASE_ENGINE, Engines, Outcome, arrival
 from test_e2e_systems import SLOS, SYSTEMS
 
-from tests.extent import with_full
+from tests.support.extent import with_full
 
 pytestmark = pytest.mark.e2e
 

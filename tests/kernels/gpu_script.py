@@ -13,7 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.kernels.comparison import Facts, compare
+from tests.support.comparison import Facts, compare
 from vllm_ext.kernels.kv_quant import gpu, reference
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 
 SCRIPT = Path(__file__).with_name("compile_script.py")
 VALUES = 64 * 128

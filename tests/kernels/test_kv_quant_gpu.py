@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.compared import compared
+from tests.support.compared import compared
 
 SCRIPT = Path(__file__).with_name("gpu_script.py")
 CASES = 12

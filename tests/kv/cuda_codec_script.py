@@ -15,8 +15,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tests.kernels.comparison import Facts, compare
 from tests.kv.fake_device import TimedDevice
+from tests.support.comparison import Facts, compare
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.cuda.codec import QuantisedCudaCodec, RawCudaCodec, StagedCodec, pieces_of

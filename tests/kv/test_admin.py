@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.tier_rig import BLOCK_SIZE, quiet
 from vllm_ext.config import ConfigError, parse
 from vllm_ext.config.flags import merge_flags
 from vllm_ext.kv.conversations.admin import MOST_SHOWN
 from vllm_ext.kv.conversations.conversation import ConversationBook
 from vllm_ext.launch.features import needed_groups
-
-from .tier_rig import BLOCK_SIZE, quiet
 
 TENANT, OTHER = "salt-of-a-tenant", "salt-of-another"
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.kv.host import affinity
 
 CORES = frozenset(os.sched_getaffinity(0))

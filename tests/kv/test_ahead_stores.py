@@ -11,12 +11,11 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
 from tests.support.tier_audit import resident
+from tests.support.tier_rig import BLOCK_SIZE, BYTES_PER_S, MIN_BLOCKS, TierRig, quiet
 from vllm_ext.kv.connector.ahead_stores import AheadStores, IdleChunk
 from vllm_ext.kv.connector.prices import Bandwidth
 from vllm_ext.kv.conversations.conversation import Conversation, Turn
 from vllm_ext.kv.eviction.retention import Chain
-
-from .tier_rig import BLOCK_SIZE, BYTES_PER_S, MIN_BLOCKS, TierRig, quiet
 
 PROMPT = 8 * BLOCK_SIZE
 CROWDED = MIN_BLOCKS + 2

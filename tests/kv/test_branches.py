@@ -12,6 +12,7 @@ import pytest
 from vllm.v1.kv_offload.base import OffloadKey
 
 from tests.support.tier_audit import resident
+from tests.support.tier_rig import BLOCK_SIZE, MIN_BLOCKS, TierRig, quiet
 from vllm_ext.kv.connector.ahead_stores import AheadStores
 from vllm_ext.kv.conversations import branches
 from vllm_ext.kv.conversations.conversation import Conversation, Turn
@@ -19,7 +20,6 @@ from vllm_ext.kv.conversations.conversation import Conversation, Turn
 from .disk_parts import CHUNK_TOKENS
 from .disk_parts import rig as disk_rig
 from .keeper_parts import Tier
-from .tier_rig import BLOCK_SIZE, MIN_BLOCKS, TierRig, quiet
 
 OURS = ("retention", "tail", "leading")
 

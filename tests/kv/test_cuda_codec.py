@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.extent import HANG_S
-from tests.kernels.compared import compared
+from tests.support.compared import compared
+from tests.support.extent import HANG_S
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.kv.cuda.codec import Piece, QuantisedCudaCodec, RawCudaCodec

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.config.kv_tier import POLICIES as POLICY_NAMES
 from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kv.conversations.conversation import Turn

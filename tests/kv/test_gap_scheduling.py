@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.extent import with_full
+from tests.support.extent import with_full
 from tests.support.fake_runner import RunnerError
 from tests.support.preempting import PREEMPTING
 from vllm_ext.simulation.engine.harness import block_hasher, make_request

@@ -10,11 +10,11 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from tests.support.tier_rig import quiet
 from vllm_ext import hints
 from vllm_ext.hints import HintError, RequestHints
 
 from .keeper_parts import Tier
-from .tier_rig import quiet
 
 NUM_HINTS = 10_000
 NUM_SERVED = 200

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
+from tests.support.tier_rig import quiet
+from tests.support.tier_walk import STEPS_PER_ENGINE, walk
 from vllm_ext.kv.connector.scheduler import TierScheduler
 from vllm_ext.kv.disk.manager import PATIENCE_S
 from vllm_ext.kv.partial_prefix.search import Kept
@@ -17,8 +19,6 @@ from vllm_ext.kv.partial_prefix.search import Kept
 from .disk_parts import contents, key, rig
 from .fingerprint import fingerprint
 from .gap_talks import BLOCK, DEPTHS, Talks, words
-from .tier_rig import quiet
-from .tier_walk import STEPS_PER_ENGINE, walk
 
 _LOOKED_AT = 23
 """Of so many look-ups one is compared with all that can be reached before and after: that takes long."""

@@ -14,13 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from tests.support.tier_audit import resident
+from tests.support.tier_rig import BLOCK_SIZE, Setup, TierRig, quiet
+from tests.support.tier_walk import walk
 from vllm_ext.kv.connector.statistics import TierAccount
 from vllm_ext.kv.connector.tiered import TierWorkerMetadata
 from vllm_ext.kv.host import tally
 from vllm_ext.kv.host.report import LOAD, STORE, WorkerReport
-
-from .tier_rig import BLOCK_SIZE, Setup, TierRig, quiet
-from .tier_walk import walk
 
 
 def check(rig: TierRig) -> dict[str, Any]:

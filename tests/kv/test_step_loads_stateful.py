@@ -10,12 +10,11 @@ import dataclasses
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
+from tests.support.tier_rig import TierRig
+from tests.support.tier_rig import quiet as quiet_rig
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.connector.tiered import TieredConnector
 from vllm_ext.simulation.cost.link import Direction
-
-from .tier_rig import TierRig
-from .tier_rig import quiet as quiet_rig
 
 
 def quiet(**options: object) -> TierRig:

@@ -9,11 +9,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from tests.support.tier_rig import MIN_BLOCKS, quiet
 from vllm_ext.kv.eviction.retention import Chain
 from vllm_ext.kv.host.manager import TierManager
 
 from .disk_parts import key
-from .tier_rig import MIN_BLOCKS, quiet
 
 
 def test_what_a_dropped_chunk_followed_can_be_evicted_again() -> None:

@@ -10,10 +10,9 @@ import os
 
 import pytest
 
-from tests.extent import quick
+from tests.support.extent import quick
+from tests.support.tier_walk import walk
 from vllm_ext.config.kv_tier import AUTO, IN_STEP
-
-from .tier_walk import walk
 
 STEPS = int(os.environ.get("SOAK_STEPS", quick(40_000, full=100_000)))
 FIRST_SEED = int(os.environ.get("SOAK_SEED", "0"))

@@ -9,15 +9,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.v1.kv_offload.base import TransferResult
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+from tests.support import tier_rig
 from tests.support.audit import AuditError
+from tests.support.tier_rig import ChaosCopies
+from tests.support.tier_walk import walk
 from vllm_ext.kv.connector.tiered import TieredConnector
 from vllm_ext.kv.host.manager import TierManager
 from vllm_ext.scheduling import scheduler
 from vllm_ext.simulation.cost.link import Direction
-
-from . import tier_rig
-from .tier_rig import ChaosCopies
-from .tier_walk import walk
 
 _STEPS = 20_000
 """More than any of these needs."""

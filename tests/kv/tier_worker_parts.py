@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.host.codec import Codec, Ids, QuantisedCodec, RawCodec

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.prediction import encoder as encoders
 from vllm_ext.prediction.encoder import DEFAULT_MODEL, Encoder
 

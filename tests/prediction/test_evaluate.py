@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau
 
+from tests.support.learned_parts import done, made
 from vllm_ext.datasets import DatasetError
 from vllm_ext.prediction import evaluate
 from vllm_ext.prediction.evaluate import History, Said
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.rows import AS_STATED, Rows, read, token_counter
 from vllm_ext.prediction.text import PromptText
-
-from .learned_parts import done, made
 
 
 def words(text: str) -> int:

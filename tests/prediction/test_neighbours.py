@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.learned_parts import DIM, entries, entry, vector_of
 from vllm_ext.prediction import neighbours as module
 from vllm_ext.prediction.neighbours import Neighbours, by_group
 from vllm_ext.prediction.store import NewEntry
-
-from .learned_parts import DIM, entries, entry, vector_of
 
 M = ("m", b"")
 

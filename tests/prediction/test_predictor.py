@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.learned_parts import WordEncoder, ask, done, made
 from vllm_ext.contract.length_distribution import Prediction
 from vllm_ext.prediction import neighbours
 from vllm_ext.prediction.folder import REGRESSION, STORE
 from vllm_ext.prediction.learned import BLEND, REGRESSED, RETRIEVAL, LearnedPredictor
 from vllm_ext.prediction.predictor import FinishedPrompt
-
-from .learned_parts import WordEncoder, ask, done, made
 
 
 def one(predictor: LearnedPredictor, text: str, max_tokens: int = 10**6, **prompt: object) -> Prediction | None:

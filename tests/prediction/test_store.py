@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.learned_parts import entry, everything, store
 from vllm_ext.prediction.folder import STORE
-
-from .learned_parts import entry, everything, store
 
 
 def test_what_is_added_is_there_after_a_restart_in_order(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.learned_parts import entry, everything, store
 from vllm_ext.prediction import store_file
 from vllm_ext.prediction.folder import STORE
-
-from .learned_parts import entry, everything, store
 
 
 def filled(folder: Path, count: int = 400) -> Path:

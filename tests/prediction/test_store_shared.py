@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import HANG_S
-
-from .learned_parts import entry, everything, store
+from tests.support.extent import HANG_S
+from tests.support.learned_parts import entry, everything, store
 
 ROOT = Path(__file__).parents[2]
 WRITER = """
 import sys
 from pathlib import Path
-from tests.prediction.learned_parts import entry, store
+from tests.support.learned_parts import entry, store
 folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 one = store(folder, capacity=10**6)
 print("open", flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.config import PredictorConfig
 from vllm_ext.prediction.predictor import Prompt
 from vllm_ext.predictor.client import GATHER_S, PredictionClient

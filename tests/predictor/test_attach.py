@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext import envs
 from vllm_ext.config import ExtConfig
 from vllm_ext.hints import NO_HINTS

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.predictor.messages import Status
 from vllm_ext.predictor.metrics import PredictorMetrics
 

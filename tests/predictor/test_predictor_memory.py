@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.config import PredictorConfig
 from vllm_ext.prediction.predictor import Prompt
 from vllm_ext.predictor.client import PredictionClient

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.predictor.messages import Answer, Ask
 from vllm_ext.predictor.process import CANNOT_START
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.prediction.predictor import FinishedPrompt
 from vllm_ext.predictor.messages import Answer, Ask, Finished, Message, Ping, Status, pack, unpack
 from vllm_ext.predictor.process import WorkerOptions

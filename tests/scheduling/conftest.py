@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .steering import SCRIPT
+from tests.support.steering import SCRIPT
 
 
 @pytest.fixture(autouse=True)

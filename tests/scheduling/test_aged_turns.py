@@ -8,7 +8,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
-from tests.scheduling.steering import Loras, Rig, unwatched
+from tests.support.steering import Loras, Rig, unwatched
 from vllm_ext.contract import AgeLimit, Rank
 from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.simulation.engine.harness import make_request

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.steering import SCRIPT, Rig, Table, play, steps, workload
 from vllm_ext.contract import Split, Step
-
-from .steering import SCRIPT, Rig, Table, play, steps, workload
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 BASELINES = pytest.mark.parametrize("system", ["orca", "vllm-2023"])

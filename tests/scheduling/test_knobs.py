@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.steering import SCRIPT, Rig, knobs, play, workload
 from vllm_ext.contract import Rank, Room, Split, Step
 from vllm_ext.systems.upstream import InOrder
-
-from .steering import SCRIPT, Rig, knobs, play, workload
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from tests.support.preempting import PREEMPTING
+from tests.support.steering import Rig
 from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
-
-from .steering import Rig
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.distributions import nine
+from tests.support.steering import Rig, play, save_profile, workload
 from vllm_ext.contract.length_distribution import LengthDistribution
-
-from .steering import Rig, play, save_profile, workload
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.steering import Rig
 from vllm_ext.scheduling.load import Load, LongestWaits
 from vllm_ext.systems.alise import cost_class
-
-from .steering import Rig
 
 
 def test_a_share_follows_time_and_not_steps() -> None:

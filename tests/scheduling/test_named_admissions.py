@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.support.loads import Loads
 from tests.support.preempting import PREEMPTING
+from tests.support.steering import Rig
 from vllm_ext.simulation.engine.harness import make_request
 from vllm_ext.systems import table
 from vllm_ext.systems.baselines import SkipJoin
 from vllm_ext.systems.past_future import PeakMemory
-
-from .loads import Loads
-from .steering import Rig
 
 SYSTEMS = [system.name for system in table(unserved=True) if not system.oracle and system.paper]
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.steering import Rig, unwatched
 from vllm_ext.simulation.engine.harness import make_request
-
-from .steering import Rig, unwatched
 
 BUDGETED = ("sarathi", "sarathi-static", "accelgen", "auto")
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.support.steering import Rig
 from vllm_ext.simulation.engine.harness import make_request, make_scheduler
-
-from .steering import Rig
 
 
 def in_two_batches(system: str) -> Rig:

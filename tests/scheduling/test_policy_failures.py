@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.steering import SCRIPT, Rig, play, workload
 from vllm_ext.contract import Rank, Room, Split, Step
-
-from .steering import SCRIPT, Rig, play, workload
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 

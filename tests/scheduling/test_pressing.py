@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from .steering import Rig
+from tests.support.steering import Rig
 
 
 def decisions(system: str, depth: int, seed: int) -> tuple[list[object], int]:

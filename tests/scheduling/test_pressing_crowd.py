@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .steering import Rig
+from tests.support.steering import Rig
 
 BUDGET = 64
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.steering import unwatched
 from vllm_ext.step_time.runtime import Coefficients
-
-from .steering import unwatched
 
 
 def _asked(system: str, *, prefill: float, decode: float, waiting: int = 50, steps: int = 70) -> int:

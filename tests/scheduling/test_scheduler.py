@@ -11,8 +11,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.support.distributions import nine
-
-from .steering import Rig, save_profile
+from tests.support.steering import Rig, save_profile
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 

@@ -11,10 +11,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.support.steering import STEERED, Rig
 from vllm_ext.config import ConfigError
 from vllm_ext.simulation.engine.harness import make_config, make_kv_cache_config
-
-from .steering import STEERED, Rig
 
 SYSTEMS = pytest.mark.parametrize("system", ["fcfs", "alise"])
 

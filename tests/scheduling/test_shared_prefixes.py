@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.steering import Rig
 from vllm_ext.simulation.engine.harness import make_request
 from vllm_ext.systems import table
-
-from .steering import Rig
 
 RESERVES = ("orca", "conservative")
 """Systems that reserve maxima for each request, shared or not, by definition."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
+from tests.support.steering import Rig
 from vllm_ext.config import ConfigError
 from vllm_ext.contract import Origin, Rank
 from vllm_ext.scheduling import shares as shares_module
@@ -18,8 +19,6 @@ from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.simulation.engine.harness import make_request
 from vllm_ext.systems.fair import TakeTurns
-
-from .steering import Rig
 
 FAIR = ("fair", "fair+alise", "fair+auto")
 LONGEST_PROMPT, MOST_TOKENS = 40, 30 * 16

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.steering import Rig, Table, steps
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.measure.metrics import summarise
 from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
-
-from .steering import Rig, Table, steps
 
 
 def arrivals_of_figure_4(rig: Rig) -> Table:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.steering import SCRIPT, Rig, play, workload
 from vllm_ext.contract import Room, Split, Step
-
-from .steering import SCRIPT, Rig, play, workload
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 

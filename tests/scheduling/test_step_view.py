@@ -6,9 +6,8 @@ import math
 
 from vllm.v1.request import RequestStatus
 
+from tests.support.steering import SCRIPT, Rig
 from vllm_ext.contract import Rank, RequestView, Split, Step
-
-from .steering import SCRIPT, Rig
 
 
 def seen(rig: Rig) -> Step:

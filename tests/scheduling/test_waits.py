@@ -7,7 +7,7 @@ import types
 import pytest
 from vllm.v1.request import RequestStatus
 
-from .steering import Rig
+from tests.support.steering import Rig
 
 
 def preempt(rig: Rig, req_id: str) -> None:

@@ -9,10 +9,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
+from tests.support.loads import Loads
+from tests.support.steering import Loras, Rig, unwatched
 from vllm_ext.simulation.engine.harness import make_request
-
-from .loads import Loads
-from .steering import Loras, Rig, unwatched
 
 SYSTEMS = ("fcfs", "alise", "auto", "accelgen", "sarathi", "past-future", "fair+alise", "pensieve")
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.run_digests import digest
+from tests.support.simulation_parts import SteadyCost, ask, busy_hour, make_engine, simulate
 from vllm_ext.contract import Rank, RequestView, Room, Step
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.systems import System, register
 from vllm_ext.systems.alise import Preemptive, RemainingTimeLevels
-
-from .parts import SteadyCost, ask, busy_hour, make_engine, simulate
-from .run_digests import digest
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns", "process_time")
 _SYSTEMS = ("upstream-fcfs", "upstream-priority", "fcfs", "alise", "oracle-alise")

@@ -13,12 +13,21 @@ from hypothesis import strategies as st
 from vllm.v1.request import Request
 
 from tests.support.audit import audit, audit_drained
+from tests.support.simulation_parts import (
+    ListWorkload,
+    PerTokenCost,
+    SteadyCost,
+    ask,
+    busy_hour,
+    crowd,
+    make_engine,
+    rows,
+    simulate,
+)
 from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.measure.collector import Collector
 from vllm_ext.simulation.measure.run_data import RunData
 from vllm_ext.simulation.workloads.requests import SimRequest
-
-from .parts import ListWorkload, PerTokenCost, SteadyCost, ask, busy_hour, crowd, make_engine, rows, simulate
 
 SYSTEMS = ("upstream-fcfs", "upstream-priority", "fcfs", "alise", "oracle-alise")
 _DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.simulation_parts import PerTokenCost, ask, make_engine
+from tests.support.simulation_parts import simulate as run_small
 from vllm_ext.simulation.cost.profiled import runtime_model
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
 from vllm_ext.simulation.cost.step_shape import CostModel
 from vllm_ext.simulation.spec import Limits
 from vllm_ext.step_time.runtime import DEFAULT, DEFAULT_TILE_TOKENS
-
-from .parts import PerTokenCost, ask, make_engine
-from .parts import simulate as run_small
 
 COST = build(HardwareSpec(model="opt-13b", device="a100-80").resolve(), CostSpec())
 

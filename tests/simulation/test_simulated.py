@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import vllm_ext
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 
 SPEC = {
     "engine": {"system": "alise", "max_num_seqs": 2, "num_blocks": 9, "max_model_len": 64},

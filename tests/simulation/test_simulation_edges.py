@@ -13,6 +13,15 @@ import pytest
 from tests.support.audit import audit_drained
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
+from tests.support.simulation_parts import (
+    ListWorkload,
+    PerTokenCost,
+    ask,
+    crowd,
+    make_engine,
+    rows,
+    simulate,
+)
 from vllm_ext.contract import Admission, Room, Step
 from vllm_ext.simulation import run
 from vllm_ext.simulation.engine.simulated_engine import IDLE_STEP_S
@@ -23,16 +32,6 @@ from vllm_ext.simulation.workloads.requests import SimRequest, Slo
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.systems import System, known, register
 from vllm_ext.systems.alise import RemainingTimeLevels
-
-from .parts import (
-    ListWorkload,
-    PerTokenCost,
-    ask,
-    crowd,
-    make_engine,
-    rows,
-    simulate,
-)
 
 
 def test_empty_workload_takes_no_time() -> None:

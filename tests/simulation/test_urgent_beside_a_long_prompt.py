@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.simulation_parts import as_workload, ask, rows
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
 from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
-
-from .parts import as_workload, ask, rows
 
 HARDWARE = HardwareSpec(model="opt-13b", device="a100-80")
 COST = build(HARDWARE.resolve(), CostSpec())

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 
 
 def told(script: Path, *arguments: str, **environment: str) -> Any:

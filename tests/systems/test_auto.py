@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.pool_step import PoolStep, select
 from vllm_ext.contract import AgeLimit, RequestView, Server, StepStats
 from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.contract.length_distribution import LengthDistribution
@@ -17,8 +18,6 @@ from vllm_ext.contract.slack import at_stake
 from vllm_ext.systems.alise import BoundedBypass, CostOverWait
 from vllm_ext.systems.auto import BypassOrPreempt, UrgentFirst
 from vllm_ext.systems.past_future import PeakMemory
-
-from .pool_step import PoolStep, select
 
 STEP_STATS = StepStats(step_s=0.05, longest_step_s=0.1, chunk_tokens=1000.0)
 SERVER = Server(max_num_seqs=10, kv_tokens=1000, prefill_steps=0.02)

@@ -6,12 +6,11 @@ import math
 
 import pytest
 
+from tests.support.pool_step import PoolStep, room_of
 from vllm_ext.contract import RequestView, Server
 from vllm_ext.contract.length_distribution import LengthDistribution
 from vllm_ext.systems.alise import BoundedBypass, CostOverWait, cost
 from vllm_ext.systems.fcfs import ArrivalLeastComputedLeaves
-
-from .pool_step import PoolStep, room_of
 
 _SERVER = Server(max_num_seqs=10, kv_tokens=1000, prefill_steps=0.02)
 

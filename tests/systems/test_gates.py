@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.pool_step import PoolStep, bounded, half_done, prompts, select
 from vllm_ext.contract import GatePolicy, Room
 from vllm_ext.systems.alise import Preemptive
 from vllm_ext.systems.baselines import ReserveMaximum, Watermark, WholePrompts
 from vllm_ext.systems.upstream import InOrder
-
-from .pool_step import PoolStep, bounded, half_done, prompts, select
 
 VLLM_2023 = Watermark(watermark=0.99), WholePrompts()
 SWAPPING = Preemptive(priced=False)

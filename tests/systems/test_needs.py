@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.scheduling.steering import Rig
+from tests.support.steering import Rig
 from vllm_ext import systems
 from vllm_ext.config import AXES, parse
 from vllm_ext.contract import Need

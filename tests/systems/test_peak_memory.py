@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.pool_step import PoolStep, prompts, select
 from vllm_ext.contract import Candidate, Demand, GatePolicy, RequestView
 from vllm_ext.systems.alise import Preemptive
 from vllm_ext.systems.baselines import ReserveMaximum, Watermark
 from vllm_ext.systems.past_future import Forecast, Peak, PeakMemory
 from vllm_ext.systems.upstream import InOrder
-
-from .pool_step import PoolStep, prompts, select
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), max_size=12)
 SWAPPING = Preemptive(priced=False)

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.pool_step import PoolStep, select
 from vllm_ext.contract import RequestView, Split
 from vllm_ext.systems.alise import Preemptive
 from vllm_ext.systems.upstream import InOrder, StaticBudget
-
-from .pool_step import PoolStep, select
 
 
 def waiting(name: str, tokens: int, *, remaining: float | None = None) -> RequestView:

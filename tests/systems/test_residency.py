@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.pool_step import PoolStep, room_of
 from vllm_ext.contract import Candidate, Demand, KvDisposition, PreemptionCost, RequestView
 from vllm_ext.systems.alise import EstimatedWait, Preemptive
 from vllm_ext.systems.pensieve import Retention
 from vllm_ext.systems.upstream import InOrder, Recompute
-
-from .pool_step import PoolStep, room_of
 
 
 def victim(recompute_s: float) -> RequestView:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tests.support.pool_step import PoolStep, half_done, select
 from vllm_ext.contract import GatePolicy, RequestView, StepStats
 from vllm_ext.contract.objective import Slo
 from vllm_ext.step_time.runtime import Pivot, RuntimeModel
 from vllm_ext.systems.accelgen import SloMatch
 from vllm_ext.systems.baselines import WholePrompts
-
-from .pool_step import PoolStep, half_done, select
 
 NOW = 100.0
 STEP_STATS = StepStats(step_s=0.1, longest_step_s=0.1, chunk_tokens=1000.0)

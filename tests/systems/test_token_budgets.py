@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.pool_step import PoolStep, half_done, prompts
 from vllm_ext.contract import RequestView, Split
 from vllm_ext.contract.objective import Slo
 from vllm_ext.experiments.ablations import ChunksApart
@@ -15,8 +16,6 @@ from vllm_ext.step_time.runtime import Pivot, RuntimeModel, StepFeatures
 from vllm_ext.systems.accelgen import SloPivotBudget
 from vllm_ext.systems.baselines import FixedForward, SeparateBatches
 from vllm_ext.systems.sarathi import TbtBudget
-
-from .pool_step import PoolStep, half_done, prompts
 
 COEFFICIENTS = (0.01, 1e-4, 1e-4, 1e-7, 1e-9)
 """10 ms a step, 0.1 ms a decode or prompt token, contexts on top."""

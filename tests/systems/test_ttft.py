@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 
+from tests.support.pool_step import PoolStep, room_of
 from vllm_ext.contract import Rank, RequestView, Server
 from vllm_ext.contract.length_distribution import LengthDistribution
 from vllm_ext.systems.alise import RETURNING, GittinsOverWait, PreemptOnce, gittins_cost
-
-from .pool_step import PoolStep, room_of
 
 _SERVER = Server(max_num_seqs=10, kv_tokens=1000, prefill_steps=0.02)
 _TWO_KINDS = LengthDistribution.of([4] * 9 + [400])

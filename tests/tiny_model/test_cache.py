@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 from vllm_ext.tiny_model.cache import MANIFEST, damage, obtain
 
 

@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "demo": "serve a small model and show what vllm-ext does",
         "doctor": "say whether this installation works, and if not, why",
         "new-policy": "write a policy of your own to start from, and its test",
+        "options": "list all options: flag, what is allowed, default, what it does",
         "patches": "list the hooks into vLLM and the verified versions",
         "plan": "simulate every system on your trace and recommend one",
         "predictor": "train, judge, show and clear what length prediction learned",

@@ -152,11 +152,30 @@ _ATTENTION = (
 )  # fmt: skip
 
 
+_PARTS = (
+    ("", False, "", _ENGINE),
+    ("kv_tier", True, "kv_tier_", _TIER),
+    ("kv_tier", False, "kv_tier_", _WITH_TIER),
+    ("kv_gaps", True, "", _GAPS),
+    ("kv_device", True, "", _RECORDS),
+    ("attention", True, "", _ATTENTION),
+)
+"""Part of the state without which there are none, whether they are read in it, prefix of their names, rows."""
+
+
 @functools.cache
 def _metric(kind: type[Counter | Gauge], name: str, text: str, *labels: str) -> Any:
     """Make a metric, once per process: the registry takes a name only once. A gauge appears once of all processes."""
     options: dict[str, Any] = {"multiprocess_mode": "mostrecent"} if kind is Gauge else {}
     return kind(f"vllm_ext:{name}", text, (*_LABELS, *labels), **options)
+
+
+def _info() -> Any:
+    return _metric(Gauge, "system_info", "Active system and its policies; always 1.", "system", "policies")
+
+
+def _lost() -> Any:
+    return _metric(Counter, "lost_records", "Finished requests missing from histograms and request log.")
 
 
 class _Histograms:
@@ -176,6 +195,16 @@ class _Histograms:
 _histograms = functools.cache(_Histograms)
 
 
+def declare() -> None:
+    """Make all metrics at once, those of parts that an engine may lack too; else each is made when it is first fed."""
+    _info()
+    for _, _, prefix, rows in _PARTS:
+        for row in rows:
+            _metric(row.kind, prefix + row.name, row.text, *row.label.split())
+    _histograms()
+    _lost()
+
+
 class EngineFeed:
     """Feeds the metrics from the states of one engine, turning its running totals into increments."""
 
@@ -186,24 +215,16 @@ class EngineFeed:
 
     def update(self, state: State) -> None:
         """Take over one state, as returned by ``SteeredScheduler.vllm_ext_state``."""
-        info = _metric(Gauge, "system_info", "Active system and its policies; always 1.", "system", "policies")
-        info.labels(**self._labels, system=state["system"], policies=state["policies"]).set(1)
-        lost = _metric(Counter, "lost_records", "Finished requests missing from histograms and request log.")
-        lost.labels(**self._labels).inc(state["lost_records"])
-        self._export(_ENGINE, state)
-        if "kv_tier" in state:
-            self._export(_TIER, state["kv_tier"], "kv_tier_")
-            self._export(_WITH_TIER, state, "kv_tier_")
-        if "kv_gaps" in state:
-            self._export(_GAPS, state["kv_gaps"])
-        if "kv_device" in state:
-            self._export(_RECORDS, state["kv_device"])
-        if "attention" in state:
-            self._export(_ATTENTION, state["attention"])
+        info = _info().labels(**self._labels, system=state["system"], policies=state["policies"])
+        info.set(1)
+        _lost().labels(**self._labels).inc(state["lost_records"])
+        for part, inner, prefix, rows in _PARTS:
+            if not part or part in state:
+                self._export(rows, state[part] if inner else state, prefix)
         for record in state["records"]:
             self._observe(record)
 
-    def _export(self, rows: tuple[Row, ...], part: State, prefix: str = "") -> None:
+    def _export(self, rows: tuple[Row, ...], part: State, prefix: str) -> None:
         for row in rows:
             name, read = prefix + row.name, row.source
             found: Any = (

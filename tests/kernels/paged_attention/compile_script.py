@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 sys.path.append(str(Path(__file__).parents[3]))
 
 from tests.kernels.paged_attention import gpu_script
-from tests.kernels.paged_attention.launches import ALIGNMENT, Launch, recorded
+from tests.support.launches import ALIGNMENT, Launch, recorded
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, gpu, gpu_kernel
 

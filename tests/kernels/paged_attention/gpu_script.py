@@ -16,8 +16,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3]))
 
-from tests.kernels.comparison import Facts, compare
 from tests.kernels.paged_attention.batches import Batch, Range, budget, make_batch
+from tests.support.comparison import Facts, compare
 from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, gpu, reference
 

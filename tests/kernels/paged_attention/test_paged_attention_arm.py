@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.extent import HANG_S
 from tests.kernels.paged_attention.batches import Range, make_batch
 from tests.kernels.paged_attention.test_paged_attention_cpu import DECODE, DTYPES, GAP, ODD, SUFFIXES, assert_right
+from tests.support.extent import HANG_S
 from vllm_ext.kernels import native
 from vllm_ext.kernels.kv_quant import cpu as kv_quant
 from vllm_ext.kernels.paged_attention import cpu

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.extent import HANG_S
 from tests.kernels.paged_attention.batches import Batch, Range, budget, int32, make_batch
+from tests.support.extent import HANG_S
 from vllm_ext.kernels import native
 from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, cpu, paged_attention, reference

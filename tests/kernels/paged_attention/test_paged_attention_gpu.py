@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.extent import FULL
-from tests.kernels.compared import Compared, compared
+from tests.support.compared import Compared, compared
+from tests.support.extent import FULL
 from tests.support.script import told
 from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.kernels.paged_attention import gpu

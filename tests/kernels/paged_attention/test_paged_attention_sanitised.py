@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import HANG_S, quick
+from tests.support.extent import HANG_S, quick
 from vllm_ext.kernels import native
 from vllm_ext.kernels.paged_attention import cpu
 

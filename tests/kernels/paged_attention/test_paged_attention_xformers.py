@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.extent import with_full
 from tests.kernels.paged_attention.batches import Batch, Range, budget, int32, make_batch
 from tests.kernels.paged_attention.test_paged_attention_cpu import DECODE, DTYPES, PREFILL, SUFFIXES
+from tests.support.extent import with_full
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, cpu, paged_attention, reference
 
 masks: Any = pytest.importorskip("xformers.ops.fmha.attn_bias", reason="no xformers: requirements/attention.txt")

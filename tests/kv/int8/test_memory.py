@@ -7,38 +7,22 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.record_memory import (
+    ARENA,
+    BLOCKS,
+    FORMAT,
+    GEOMETRY,
+    LAYERS,
+    LAYOUT,
+    TOKENS,
+    allocated,
+    device_records,
+)
 from vllm_ext.kernels.kv_quant import reference
-from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.kv.int8.codec import CpuRecordCodec, pad
+from vllm_ext.kv.int8.codec import pad
 from vllm_ext.kv.int8.geometry import ArenaGeometry
-from vllm_ext.kv.int8.memory import LayerMemory, layer_memory
+from vllm_ext.kv.int8.memory import layer_memory
 from vllm_ext.kv.int8.step import Direction, RecordMove, RecordStep
-from vllm_ext.kv.int8.worker import DeviceRecords
-
-HEADS, TOKENS, DIM, LAYERS, BLOCKS, ARENA = 2, 32, 32, 3, 5, 4
-LAYOUT = PageLayout.transposed_keys(torch.bfloat16, HEADS, DIM, TOKENS)
-FORMAT = RecordFormat(LAYOUT)
-GEOMETRY = ArenaGeometry(
-    num_blocks=BLOCKS, arena_pages=ARENA, scratch_pages=7, num_layers=LAYERS, page_bytes=LAYOUT.page_bytes,
-    record_bytes=FORMAT.record_bytes,
-)  # fmt: skip
-
-
-def allocated() -> tuple[torch.Tensor, list[LayerMemory]]:
-    """Memory in which every byte is part of no number, and its layers; the blocks hold random values."""
-    memory = torch.full((GEOMETRY.total_bytes,), 0xFF, dtype=torch.uint8)
-    values, page = memory.view(torch.bfloat16), LAYOUT.page_elements
-    shape, strides = (BLOCKS, HEADS, TOKENS, 2 * DIM), (page, TOKENS * 2 * DIM, 2 * DIM, 1)
-    generator, layers = torch.Generator().manual_seed(0), []
-    for layer in range(LAYERS):
-        cache = torch.as_strided(values, shape, strides, layer * GEOMETRY.stride_pages * page)
-        cache.copy_(torch.randn(shape, generator=generator))
-        layers.append(layer_memory(cache, GEOMETRY))
-    return memory, layers
-
-
-def device_records(layers: list[LayerMemory]) -> DeviceRecords:
-    return DeviceRecords(GEOMETRY, dict(zip("abc", layers, strict=True)), LAYOUT, CpuRecordCodec(LAYOUT))
 
 
 def test_all_layers_share_the_last_pages_and_nothing_else() -> None:

@@ -10,8 +10,8 @@ import random
 
 import pytest
 
-from tests.extent import with_full
 from tests.kv.gap_talks import DEPTHS, RUNNERS, Talks, words
+from tests.support.extent import with_full
 from tests.support.preempting import PREEMPTING
 
 COVERING = [("fcfs", "off"), ("fcfs", "fused"), (PREEMPTING, "off"), (PREEMPTING, "fused"), ("pensieve", "fused")]

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conformance.systems_matrix import SYSTEMS, Row
-from tests.extent import quick
-from tests.simulation.parts import ListWorkload, PerTokenCost, ask, make_engine
-from tests.simulation.tier_parts import offload, own_tier, serve
+from tests.support.extent import quick
 from tests.support.preempting import PREEMPTING
+from tests.support.simulation_parts import ListWorkload, PerTokenCost, ask, make_engine
+from tests.support.systems_matrix import SYSTEMS, Row
+from tests.support.tier_parts import offload, own_tier, serve
 from vllm_ext.simulation.engine.cohort import Cohort
 from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.spec import RecordSpec

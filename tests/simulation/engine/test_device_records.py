@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.simulation.parts import rows
-from tests.simulation.tier_parts import Server, conversation, offload, serve
+from tests.support.simulation_parts import rows
+from tests.support.tier_parts import Server, conversation, offload, serve
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.int8.step import step_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 
-from tests.simulation.parts import ListWorkload, ask, engine_spec, rows
-from tests.simulation.tier_parts import (
+from tests.support.simulation_parts import ListWorkload, ask, engine_spec, rows
+from tests.support.tier_parts import (
     BLOCK_BYTES,
     HARDWARE,
     conversation,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.parts import ask
+from tests.support.simulation_parts import ask
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.simulation.engine.harness import block_hasher
 from vllm_ext.simulation.engine.request_factory import RequestFactory, TooLong

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.parts import ListWorkload, SteadyCost, ask, make_engine, rows, simulate, token_times
 from tests.support.audit import audit_drained
+from tests.support.simulation_parts import ListWorkload, SteadyCost, ask, make_engine, rows, simulate, token_times
 from vllm_ext.simulation.engine.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.workloads.requests import SimRequest
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.parts import SteadyCost, rows
-from tests.simulation.tier_parts import Server, conversation, drained, own_tier, serve
 from tests.support.audit import AuditError
+from tests.support.simulation_parts import SteadyCost, rows
+from tests.support.tier_parts import Server, conversation, drained, own_tier, serve
 from vllm_ext.kv.connector.scheduler import TierScheduler
 from vllm_ext.kv.partial_prefix.search import GapCounts
 

@@ -10,7 +10,8 @@ import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from tests.simulation.parts import (
+from tests.support.audit import AuditError
+from tests.support.simulation_parts import (
     ListWorkload,
     PerTokenCost,
     SteadyCost,
@@ -21,7 +22,7 @@ from tests.simulation.parts import (
     rows,
     token_times,
 )
-from tests.simulation.tier_parts import (
+from tests.support.tier_parts import (
     BLOCK_BYTES,
     HARDWARE,
     Server,
@@ -33,7 +34,6 @@ from tests.simulation.tier_parts import (
     own_tier,
     serve,
 )
-from tests.support.audit import AuditError
 from vllm_ext.config.kv_tier import PREFIX_POLICIES
 from vllm_ext.kv.connector.tiered import TieredConnector
 from vllm_ext.simulation.cost.link import Direction, TransferLink

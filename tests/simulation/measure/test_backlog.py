@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.parts import SteadyCost, ask, simulate
+from tests.support.simulation_parts import SteadyCost, ask, simulate
 from vllm_ext.simulation.measure.backlog import FUTURE_EVERY, Backlog
 from vllm_ext.simulation.spec import RecordSpec
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.simulation.parts import (
+from tests.support.simulation_parts import (
     PerTokenCost,
     SteadyCost,
     ask,

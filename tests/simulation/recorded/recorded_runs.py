@@ -12,11 +12,11 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.simulation.parts import ListWorkload, token_times
 from tests.support.distributions import nine
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
 from tests.support.preempting import PREEMPTING
+from tests.support.simulation_parts import ListWorkload, token_times
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cost.step_shape import CostModel
 from vllm_ext.simulation.engine.harness import block_hasher, make_request, make_scheduler

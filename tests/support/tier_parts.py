@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.audit import audit_drained
+from tests.support.simulation_parts import ListWorkload, PerTokenCost, SteadyCost, as_workload, ask, engine_spec
 from tests.support.tier_audit import TransferAuditor
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
@@ -18,8 +19,6 @@ from vllm_ext.simulation.measure.collector import Collector
 from vllm_ext.simulation.run import build_scheduler, make_engine
 from vllm_ext.simulation.spec import KvOffloadSpec, RecordSpec, SimulationSpec, resolve
 from vllm_ext.simulation.workloads.requests import SimRequest
-
-from .parts import ListWorkload, PerTokenCost, SteadyCost, as_workload, ask, engine_spec
 
 BLOCK_BYTES = 16 * 819_200
 """16 tokens x 2 (K, V) x 40 layers x 5120 x 2 bytes."""

@@ -14,12 +14,10 @@ from pathlib import Path
 def main() -> None:
     # The tests are no package that could be imported from outside pytest; give their folder a name for this process.
     package = types.ModuleType("tests")
-    package.__path__ = [str(Path(__file__).resolve().parent)]
+    package.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules["tests"] = package
     with contextlib.redirect_stdout(io.StringIO()):
-        modules = [
-            importlib.import_module(name) for name in ("tests.conformance.digests", "tests.simulation.run_digests")
-        ]
+        modules = [importlib.import_module(name) for name in ("tests.support.digests", "tests.support.run_digests")]
         logging.disable(logging.CRITICAL)
         found = [module.digests() for module in modules]
     print("\n".join(found))

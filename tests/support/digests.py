@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 
-from .rig import Arrival, Rig, RigConfig
-from .systems_matrix import SYSTEMS
-from .traces import Event, play
+from tests.support.conformance_rig import Arrival, Rig, RigConfig
+from tests.support.systems_matrix import SYSTEMS
+from tests.support.traces import Event, play
 
 
 def fixed_trace() -> list[Event]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.extent import quick
+from tests.support.extent import quick
 from tests.support.preempting import ORACLE, PREEMPTING
 
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from .steering import Rig
+from tests.support.steering import Rig
 
 
 class Loads:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.tier_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
 from vllm_ext.config.kv_tier import AHEAD, PREFIX_POLICIES, STORES
-
-from .tier_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
 
 STEPS_PER_ENGINE = 1_000
 _MOST_LIVE = 9

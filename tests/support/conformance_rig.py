@@ -12,11 +12,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from tests.support.audit import audit, audit_drained
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
+from tests.support.systems_matrix import Row
 from vllm_ext.simulation.engine.events import VirtualClock
 from vllm_ext.simulation.engine.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.measure.run_data import Decision
-
-from .systems_matrix import Row
 
 MAX_MODEL_LEN = 160
 """Below the smallest pool, as vLLM requires: any single request can finish."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from tests.support.simulation_parts import PerTokenCost, busy_hour, crowd, fingerprint, simulate
 from vllm_ext.simulation.spec import RecordSpec
 from vllm_ext.simulation.workloads.requests import SimRequest
-
-from .parts import PerTokenCost, busy_hour, crowd, fingerprint, simulate
 
 _EVERYTHING = RecordSpec(token_times=True, events=100_000, decisions=True)
 

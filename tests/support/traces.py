@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.interface import PauseState
 
-from .rig import MIN_BLOCKS, TOKEN_BUDGET, Arrival, Rig, RigConfig
-from .systems_matrix import Row
+from tests.support.conformance_rig import MIN_BLOCKS, TOKEN_BUDGET, Arrival, Rig, RigConfig
+from tests.support.systems_matrix import Row
 
 
 @dataclass(frozen=True)

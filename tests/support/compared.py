@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.extent import HANG_S
+from tests.support.extent import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
