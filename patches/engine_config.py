@@ -23,13 +23,22 @@ from vllm_ext.config import ConfigError
 from vllm_ext.config.attention import STOCK
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.patch import Patch
-from vllm_ext.launch import arguments, features, host_memory
+from vllm_ext.launch import arguments, features, host_memory, tuned
 from vllm_ext.launch.arguments import SERVERS
 from vllm_ext.patches.additional_config import with_options
 
 
 def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     arguments.refuse_lookalikes(self.additional_config)
+    if settings := tuned.of(self.additional_config):
+        with settings.applied(self):
+            vllm_config = _with_scheduler(original, self, *args, **kwargs)
+        settings.check(vllm_config)
+        return vllm_config
+    return _with_scheduler(original, self, *args, **kwargs)
+
+
+def _with_scheduler(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not arguments.is_chosen(self.scheduler_cls, self.additional_config):
         return original(self, *args, **kwargs)
     registry.verify("base", "scheduler", "engine-core")

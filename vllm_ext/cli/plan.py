@@ -1,41 +1,38 @@
-"""`vllm-ext plan`: simulate every system on a trace of one's own and recommend one, with its flags."""
+"""`vllm-ext plan`: what to change on a vLLM that serves this trace, and what it would bring."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import vllm_ext
 from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need
+from vllm_ext.config import tuned
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.plots import Series, lines
+from vllm_ext.report.results import without_folder
 from vllm_ext.report.table import Table
-from vllm_ext.simulation import plan
-from vllm_ext.simulation.plan import BASELINE, Objective, Obstacle, Row, Verdict
+from vllm_ext.simulation.plan import evidence, search
+from vllm_ext.simulation.plan.answer import SHOWN_AT, Answer, Doubt, answer, doubt
+from vllm_ext.simulation.plan.candidates import AS_IT_IS, DEFAULT, VLLM, Candidate
+from vllm_ext.simulation.plan.evidence import Objective
+from vllm_ext.simulation.plan.runs import Bench, parts_of
+from vllm_ext.simulation.plan.search import Coarse, NoAnswer, Saturation
 from vllm_ext.simulation.spec import SimulationSpec, checked, resolve, with_values
 from vllm_ext.simulation.sweep.pools import local_pool
-from vllm_ext.simulation.sweep.store import PointStore
+from vllm_ext.simulation.sweep.store import Outcome, PointStore, versions
 from vllm_ext.simulation.workloads.build import GeneratedWorkload, build, mean_rate
 
 PROG = "vllm-ext plan"
-_SAME_LINE = 0.02
-"""Candidates whose values differ by less at every load can't be told apart in the plot."""
-_SLO_COLUMNS = {"SLO met": "slo_attainment_fraction", "goodput req/s": "goodput_requests_per_s"}
-_COLUMNS = {
-    "ms/token": "normalised_latency_mean_ms_per_token",
-    "TTFT p50 ms": "ttft_p50_ms",
-    "TTFT p99 ms": "ttft_p99_ms",
-    "TBT p99 ms": "tbt_p99_ms",
-    "e2e mean ms": "e2e_mean_ms",
+_SHOWN = {
+    "e2e mean ms": evidence.MEAN, "P99": evidence.P99, "TTFT P90 ms": evidence.TTFT_P90, "TBT P99 ms": "tbt_p99_ms",
     "preemptions": "preemptions",
-    "unfinished": "unfinished_requests",
-    "rejected": "rejected_requests",
-}
+}  # fmt: skip
+_SLO_SHOWN = {"SLO met": evidence.ATTAINMENT, "goodput req/s": "goodput_requests_per_s"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,42 +46,59 @@ def _plan(args: argparse.Namespace) -> int:
         print(base.model_dump_json(indent=1))
         return 0
     need("vllm")
-    loads = plan.LOADS if args.loads is None else _loads(args.loads)
-    base, candidates = plan.with_own_policies(base)
+    loads = search.LOADS if args.loads is None else _loads(args.loads)
+    objective = Objective(with_slo=bool(base.workload.tiers), tolerance=args.tolerance)
     workload = build(base.workload)
-    objective = Objective(with_slo=bool(base.workload.tiers), min_attainment=args.min_attainment)
-    what = f"{base.workload.source}: {own_rate:.4g} requests/s; {len(candidates)} candidates at {len(loads)} loads"
-    limits = resolve(base).limits._asdict()
-    served = ", ".join(f"{name} {value}" for name, value in limits.items())
-    print(f"{what}; {served}", *workload.source.notes, sep="\n", file=sys.stderr)
+    parts = parts_of(base)
+    resolved = resolve(base)
+    served = ", ".join(f"{name} {value}" for name, value in resolved.limits._asdict().items())
+    print(f"{base.workload.source}: {own_rate:.4g} requests/s; {served}, {resolved.num_blocks} KV blocks",
+          *workload.source.notes, sep="\n", file=sys.stderr, flush=True)  # fmt: skip
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def tell(candidate: Candidate, load: float, outcome: Outcome) -> None:
+        if outcome.metrics is None:
+            say(f"{PROG}: {load:g} of saturation: {candidate.name}: failed: {outcome.error}")
+        elif not args.quiet:
+            shown = ", ".join(f"{label} {outcome.metrics.get(name, 0):.4g}" for label, name in _SHOWN.items())
+            say(f"{load:g} of saturation: {candidate.name}: {shown}")
+
     with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
-        tell = functools.partial(_tell, base, quiet=args.quiet)
-        rows = plan.compare(base, own_rate, candidates, loads, store, pool, tell)
-    verdict = plan.decide(rows, objective)
-    if verdict is None:
-        raise Failed(f"{BASELINE} failed at every load, there is nothing to compare with")
-    made = _result(args, base, own_rate, rows, verdict, workload)
+        bench = Bench(base, store, pool, tell)
+        try:
+            saturated = search.saturation(bench, parts, own_rate)
+            say(f"saturates at {saturated.rate_per_s:.4g} requests/s; your load is {saturated.own_load:.2f} of that")
+            coarse = search.search(bench, parts, objective, saturated)
+            flags = shlex.join(coarse.choice.flags()) or "none"
+            say(f"coarse, by {parts.search.count} requests: {coarse.choice.name}; flags: {flags}")
+            found = answer(bench, parts, objective, saturated, coarse, loads)
+            unsure = None
+            if base.cost.kind == "roofline" and found.choice != DEFAULT:
+                unsure = doubt(bench, parts, objective, found.choice, own_rate)
+        except NoAnswer as error:
+            raise Failed(str(error)) from error
+    made = _result(args, base, saturated, found, coarse, unsure, workload)
     if args.plot is not None:
-        _draw(rows, objective, base, args.plot)
-    incomplete = left_out.lines((row.outcome.metrics or {} for row in rows), base, workload)
-    said: list[object] = [_table(rows, objective), *incomplete, "", _advice(verdict, base, own_rate)]
+        _draw(found, saturated, base, args.plot)
+    if args.save is not None:
+        tuned.save(_tuned(args, base, found, saturated, workload), args.save)
+    everything = [metrics for runs in found.tried.metrics.values() for metrics in runs.values()]
+    incomplete = left_out.lines(everything, base, workload)
+    said = [_table(found, saturated), *incomplete, "", *_advice(found, saturated, coarse, unsure, base)]
     results.emit(made, said, args.out, as_json=args.json)
-    if failed := sum(row.outcome.failed for row in rows):
-        print(
-            f"{PROG}: {failed} runs failed; candidates left out of the advice: {', '.join(verdict.left_out) or 'none'}."
-            " What is done is kept, the same command tries the rest again",
-            file=sys.stderr,
-        )
-    return FAILED if failed or incomplete else 0
+    return FAILED if found.tried.failed or incomplete else 0
 
 
 def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
-    """The run at the trace's own load, and that load in requests/s."""
+    """The server as it is, at the trace's own load, and that load in requests/s."""
     if args.trace is not None:
         flags = vars(args)
         flags[f"{spec_flags.SPEC}workload.source"] = str(args.trace)
         flags.setdefault(f"{spec_flags.SPEC}workload.arrivals", "recorded")
-    spec = checked(spec_flags.base_spec(args))
+    spec = spec_flags.base_spec(args)
+    spec = checked(with_values(spec, {"engine.system": "fcfs"})) and with_values(spec, {"engine.system": VLLM})
     resolve(spec)  # what vLLM would not start with is refused before anything is run
     if spec.workload.arrivals in ("closed-loop", "at-once"):
         raise UsageError(
@@ -98,8 +112,7 @@ def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
             f"--trace {spec.workload.source}: {len(times)} requests with recorded arrivals; a plan needs at least two "
             "at different times, or --rate with --arrivals poisson"
         )
-    own_rate = mean_rate(times)
-    return with_values(spec, {"workload.rate_per_s": own_rate}), own_rate
+    return spec, mean_rate(times)
 
 
 def _loads(text: str) -> tuple[float, ...]:
@@ -107,125 +120,218 @@ def _loads(text: str) -> tuple[float, ...]:
         loads = tuple(sorted({float(part) for part in text.split(",")}))
     except ValueError:
         loads = ()
-    if not loads or loads[0] <= 0:
-        raise UsageError(f"--loads {text}: must be numbers above 0, separated by commas")
+    if not loads or not 0 < loads[0] <= evidence.JUDGED_UP_TO or loads[-1] > 100:
+        raise UsageError(f"--loads {text}: must be numbers above 0, one of them at most 1, separated by commas")
     return loads
 
 
-def _tell(base: SimulationSpec, row: Row, *, quiet: bool) -> None:
-    """Say what came of a run."""
-    where, metrics = f"{row.load:g} x: {row.candidate.name}", row.outcome.metrics
-    if metrics is None:
-        print(f"{PROG}: {where}: failed: {row.outcome.error}", file=sys.stderr, flush=True)
-    elif not metrics["requests"]:
-        raise UsageError(
-            f"no request ended under {row.candidate.name} at {row.load:g} x: --max-time {base.max_time_s} is too "
-            f"early, or all prompts exceed --max-model-len {resolve(base).limits.max_model_len}"
+def _table(found: Answer, saturated: Saturation) -> Table:
+    shown = {**(_SLO_SHOWN if found.objective.with_slo else {}), **_SHOWN}
+    rows = []
+    for load in sorted(found.tried.metrics[DEFAULT]):
+        for candidate in found.tried.metrics:
+            if load in found.tried.metrics[candidate]:
+                metrics = found.tried.metrics[candidate][load]
+                over = [found.over(candidate, load, name) for name in (evidence.MEAN, evidence.P99, evidence.TTFT_P90)]
+                compared = (
+                    ["", "", ""] if candidate == DEFAULT else [str(over[0]), *(f"{x.value:.2f}" for x in over[1:])]
+                )
+                rows.append((load, candidate.name, *(metrics.get(name) for name in shown.values()), *compared))
+    title = f"load 1 is {saturated.rate_per_s:.4g} requests/s; the last columns: how many times better than as it is"
+    return Table(("load", "server", *shown, "mean", "P99", "TTFT P90"), rows, title=title)
+
+
+def _advice(
+    found: Answer, saturated: Saturation, coarse: Coarse, unsure: Doubt | None, base: SimulationSpec
+) -> Iterator[str]:
+    choice = found.choice
+    if choice == DEFAULT:
+        yield "recommended: leave the server as it is: nothing that was tried is better by more than chance"
+    else:
+        yield f"recommended: {choice.name}: set these flags"
+    yield f"  {_command(base, choice)}"
+    if choice.system.needs:
+        yield f"  ({choice.system.needs})"
+    yield from _brings(found)
+    if choice != DEFAULT:
+        start = found.helps_from
+        yield (
+            f"it is better for certain from {start:g} of saturation on" if start else "it is better at some loads only"
         )
-    elif not quiet:
-        shown = [f"{label} {metrics[name]:.4g}" for label, name in _COLUMNS.items() if name in metrics]
-        said = f"as {BASELINE}, not run: {row.skipped}" if row.skipped else ", ".join(shown)
-        print(f"{where}: {said}", file=sys.stderr, flush=True)
+        own = f"your trace has {saturated.own_load:.2f} of it ({saturated.own_rate_per_s:.3g} requests/s)"
+        yield f"{own}; nobody gains where nobody waits" if saturated.own_load < min(found.pair) else own
+    yield from (f"who pays: {line}" for line in found.who_pays)
+    if unsure is not None:
+        yield from _doubted(unsure)
+    for name, why in {**coarse.dropped, **found.rejected}.items():
+        yield f"dropped: {name}: {why}"
+    memory = base.hardware.gpu_memory_utilization
+    if base.engine.num_blocks is None and base.hardware.kv_memory_bytes is None and memory < 0.95:
+        more = with_values(base, {"hardware.gpu_memory_utilization": 0.95})
+        gain = resolve(more).num_blocks / resolve(base).num_blocks - 1
+        yield f"advice: --gpu-memory-utilization 0.95, if it fits, holds {100 * gain:.0f} % more KV than {memory:g}"
 
 
-def _table(rows: Sequence[Row], objective: Objective) -> Table:
-    columns = {**(_SLO_COLUMNS if objective.with_slo else {}), **_COLUMNS}
-    cells = []
-    for row in rows:
-        metrics = row.outcome.metrics or {}
-        cells.append((row.load, row.rate_per_s, row.candidate.name, *(metrics.get(name) for name in columns.values())))
-    return Table(("x load", "req/s", "candidate", *columns), cells)
+def _brings(found: Answer) -> Iterator[str]:
+    """What each change brings by itself, and together, at the load nearest to `SHOWN_AT`."""
+    load = min(found.pair, key=lambda one: abs(one - SHOWN_AT))
+    choice, metric = found.choice, found.objective.metric
+    alone = {
+        "the flags of vLLM": Candidate(tokens=choice.tokens, seats=choice.seats, reserve=choice.reserve),
+        f"--scheduler-cls {choice.system.name}": Candidate(system=choice.system),
+        "together": choice,
+    }
+    what = "of the share of met objectives" if found.objective.with_slo else "of the mean end-to-end latency"
+    for label, candidate in alone.items():
+        if (
+            candidate in found.tried.metrics
+            and candidate != DEFAULT
+            and not (label != "together" and candidate == choice)
+        ):
+            over = found.over(candidate, load, metric)
+            sure = "" if found.is_difference(candidate, load, metric) else ": no difference"
+            yield f"at {load:g} of saturation, {label}: {over} {what}{sure}"
 
 
-def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:
-    command = ["vllm", "serve", base.hardware.model, *verdict.choice.flags]
-    if base.hardware.tensor_parallel > 1:
-        command += ["--tensor-parallel-size", str(base.hardware.tensor_parallel)]
-    lines = [f"recommended: {verdict.choice.name}: {verdict.reason}", f"  {shlex.join(command)}"]
-    if verdict.choice.note:
-        lines.append(f"  ({verdict.choice.note})")
-    for obstacle in Obstacle:
-        if hopeless := [load for load, found in verdict.nothing_helps.items() if found is obstacle]:
-            loads = ", ".join(f"{load:g}" for load in hopeless)
-            rates = ", ".join(f"{load * own_rate:.3g}" for load in hopeless)
-            lines.append(f"nothing helps at {loads} times your load ({rates} requests/s): {obstacle.value}")
-    lines.append(
-        "simulated on a model of the hardware: check the cost model with `vllm-ext validate` before relying on it"
-    )
-    return "\n".join(lines)
+def _doubted(unsure: Doubt) -> Iterator[str]:
+    yield "by a cost model; the right budget hangs on constants that it does not know, which vllm-ext profile measures"
+    if unsure.flips:
+        low, high = min(unsure.budgets.values()), max(unsure.budgets.values())
+        cases = ", ".join(f"{tokens} if {case}" for case, tokens in unsure.budgets.items() if tokens != unsure.tokens)
+        low, high = min(low, unsure.tokens), max(high, unsure.tokens)
+        yield f"  with constants 30 % off the best budget is between {low} and {high} tokens: {cases}"
+    else:
+        yield f"  with constants 30 % off, {unsure.tokens} tokens stay the best budget"
+
+
+def _command(base: SimulationSpec, choice: Candidate) -> str:
+    """The command line of the server, with every limit that was simulated."""
+    hardware, engine, limits = base.hardware, base.engine, resolve(choice.on(base)).limits
+    given = {
+        "--max-model-len": limits.max_model_len, "--max-num-seqs": limits.max_num_seqs,
+        "--max-num-batched-tokens": limits.max_num_batched_tokens,
+        "--tensor-parallel-size": hardware.tensor_parallel if hardware.tensor_parallel > 1 else None,
+        "--gpu-memory-utilization": hardware.gpu_memory_utilization if hardware.gpu_memory_utilization != 0.9 else None,
+        "--kv-cache-memory-bytes": hardware.kv_memory_bytes, "--num-gpu-blocks-override": engine.num_blocks,
+        "--watermark": choice.reserve or engine.watermark or None,
+    }  # fmt: skip
+    words = ["vllm", "serve", hardware.model, *choice.system.flags]
+    words += [word for flag, value in given.items() if value is not None for word in (flag, f"{value}")]
+    words += [] if engine.prefix_caching else ["--no-enable-prefix-caching"]
+    words += [] if engine.async_scheduling else ["--no-async-scheduling"]
+    return shlex.join(words)
 
 
 def _result(
-    args: argparse.Namespace, base: SimulationSpec, own_rate: float, rows: Sequence[Row], verdict: Verdict,
-    workload: GeneratedWorkload,
+    args: argparse.Namespace, base: SimulationSpec, saturated: Saturation, found: Answer, coarse: Coarse,
+    unsure: Doubt | None, workload: GeneratedWorkload,
 ) -> results.Result:  # fmt: skip
-    metrics: dict[str, float] = {"own_rate_per_s": own_rate}
+    metrics = {"own_rate_per_s": saturated.own_rate_per_s, "saturation_per_s": saturated.rate_per_s}
     baseline: dict[str, float] = {}
-    for row in rows:
-        into, prefix = (baseline, "") if row.candidate.name == BASELINE else (metrics, f"{row.candidate.name}.")
-        found = row.outcome.metrics or {}
-        into |= {f"{prefix}load_{row.load:g}.{metric}": value for metric, value in found.items()}
+    for candidate, runs in found.tried.metrics.items():
+        into, prefix = (baseline, "") if candidate == DEFAULT else (metrics, f"{candidate.name}.")
+        for load, run in runs.items():
+            into |= {f"{prefix}load_{load:g}.{name}": value for name, value in run.items()}
     config = {
-        "spec": base.model_dump(mode="json"),
-        "loads": sorted({row.load for row in rows}),
-        "failed": [f"{row.candidate.name} at {row.load:g}" for row in rows if row.outcome.failed],
-        "as_default": [f"{row.candidate.name} at {row.load:g}: {row.skipped}" for row in rows if row.skipped],
-        "recommended": verdict.choice.name,
-        "flags": [",".join(spec_flags.public(flag.split(","))) for flag in verdict.choice.flags],
-        "reason": verdict.reason,
-        "helps_at": verdict.helps_at,
-        "nothing_helps": {f"{load:g}": obstacle.value for load, obstacle in verdict.nothing_helps.items()},
-        "carried_load": verdict.carried_load,
-        "carries_every_load": [name for name, load in verdict.carried_load.items() if load == rows[-1].load],
-    }
-    return spec_flags.result("plan", args.command_line, base, workload, config, metrics, {BASELINE: baseline})
+        "spec": base.model_dump(mode="json"), "loads": sorted(found.pair), "recommended": found.choice.name,
+        "flags": spec_flags.public(found.choice.flags()), "command": spec_flags.public(_command(base, found.choice)),
+        "helps_from": found.helps_from, "who_pays": found.who_pays,
+        "over_as_it_is": {
+            candidate.name: {f"{load:g}": str(found.over(candidate, load, found.objective.metric)) for load in runs}
+            for candidate, runs in found.tried.metrics.items()
+        },
+        "a_a_pair": {
+            f"{load:g}": str(evidence.ratio(run, found.tried.metrics[DEFAULT][load], found.objective.metric))
+            for load, run in found.pair.items()
+        },
+        "dropped": {**coarse.dropped, **found.rejected}, "failed": sorted(one.name for one in found.tried.failed),
+        "budgets_if_costs_are_30_percent_off": None if unsure is None else dict(unsure.budgets),
+    }  # fmt: skip
+    return spec_flags.result("plan", args.command_line, base, workload, config, metrics, {DEFAULT.name: baseline})
 
 
-def _draw(rows: Sequence[Row], objective: Objective, base: SimulationSpec, path: Path) -> None:
-    hardware = base.hardware
+def _tuned(
+    args: argparse.Namespace, base: SimulationSpec, found: Answer, saturated: Saturation, workload: GeneratedWorkload
+) -> tuned.Tuned:
+    choice, hardware = found.choice, resolve(base).hardware
+    options = dict[str, object]()
+    for path, value in (choice.system.options or {}).items():
+        _, *parents, last = path.split(".")
+        node = options
+        for name in parents:
+            node = node.setdefault(name, {})  # type: ignore[assignment]
+        node[last] = value
+    limits = resolve(choice.on(base)).limits
+    over = {load: [found.over(choice, load, name) for name in (evidence.MEAN, evidence.P99, evidence.TTFT_P90)]
+            for load in sorted(found.pair)}  # fmt: skip
+    return tuned.Tuned(
+        made_for=tuned.For(
+            model=without_folder(base.hardware.model), layers=hardware.model.layers, hidden=hardware.model.hidden,
+            device=hardware.device.name, device_memory_gib=hardware.device.memory_bytes / (1 << 30),
+            tensor_parallel_size=base.hardware.tensor_parallel,
+        ),
+        settings=tuned.Settings(
+            scheduler_cls=None if choice.system is AS_IT_IS else choice.system.system,
+            max_num_batched_tokens=limits.max_num_batched_tokens if choice.tokens else None,
+            max_num_seqs=limits.max_num_seqs if choice.seats or choice.tokens else None,
+            watermark=choice.reserve, options=options,
+        ),
+        measured=tuned.Measured(
+            command=spec_flags.command_line(args.command_line), trace=Path(workload.name).name,
+            trace_sha256=workload.sha256, costs="a cost model" if base.cost.file is None else Path(base.cost.file).name,
+            vllm=versions().get("vllm", ""), vllm_ext=vllm_ext.__version__,
+            saturation_requests_per_s=saturated.rate_per_s,
+        ),
+        expected=tuple(
+            tuned.Expected(load=load, mean_e2e=mean.value, mean_e2e_low=mean.low, mean_e2e_high=mean.high,
+                           p99_e2e=p99.value, p90_ttft=ttft.value)
+            for load, (mean, p99, ttft) in over.items()
+        ),
+    )  # fmt: skip
+
+
+def _draw(found: Answer, saturated: Saturation, base: SimulationSpec, path: Path) -> None:
+    hardware, metric = base.hardware, found.objective.metric
     devices = f"{hardware.tensor_parallel} x {hardware.device}" if hardware.tensor_parallel > 1 else hardware.device
+    series = []
+    for candidate, runs in found.tried.metrics.items():
+        points: Mapping[float, float] = {load: runs[load][metric] for load in sorted(runs) if metric in runs[load]}
+        rates = [load * saturated.rate_per_s for load in points]
+        series.append(Series(label=candidate.name, x=rates, y=list(points.values())))
     lines(
-        _told_apart(rows, objective.metric),
-        path,
+        series, path,
         title=f"{Path(base.workload.source).name}\n{Path(hardware.model).name} on {devices}",
         xlabel="request rate (requests/s)",
-        ylabel="share of requests that meet all SLOs" if objective.with_slo else "mean normalised latency (ms/token)",
-        limit=objective.min_attainment if objective.with_slo else None,
-        log_y=not objective.with_slo,
-    )
+        ylabel="share of requests that meet all SLOs" if found.objective.with_slo else "mean end-to-end latency (ms)",
+        log_y=not found.objective.with_slo,
+    )  # fmt: skip
 
 
-def _told_apart(rows: Sequence[Row], metric: str) -> list[Series]:
-    """Return a line per candidate; those that would lie on one another share one, named after all of them."""
-    points: dict[str, dict[float, float]] = {}
-    for row in rows:
-        if row.outcome.metrics is not None and metric in row.outcome.metrics:
-            points.setdefault(row.candidate.name, {})[row.rate_per_s] = row.outcome.metrics[metric]
-    groups: list[list[str]] = []
-    for name, found in points.items():
-        if group := next((group for group in groups if _same_line(points[group[0]], found)), None):
-            group.append(name)
-        else:
-            groups.append([name])
-    drawn = [(", ".join(group), points[group[0]]) for group in groups]
-    return [Series(label=label, x=list(found), y=list(found.values())) for label, found in drawn]
-
-
-def _same_line(one: Mapping[float, float], other: Mapping[float, float]) -> bool:
-    return one.keys() == other.keys() and all(math.isclose(one[x], other[x], rel_tol=_SAME_LINE) for x in one)
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of at least 0, such as 0.05")
+    return value
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog=PROG,
-        description="Simulate every system on your trace, from light load to overload; recommend one with its flags.",
+        description="Search what to change on a vLLM that serves your trace: token budget, seats, reserve, scheduler.",
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="your trace; its recorded arrivals are the load 1")
-    parser.add_argument("--loads", metavar="X,Y", help="multiples of the trace's rate (default: 0.25 to 3)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="your trace, with its recorded arrivals")
     parser.add_argument(
-        "--min-attainment", type=float, default=0.9, metavar="SHARE",
-        help="a load is carried if this share of the requests meets all SLOs (default: 0.9)",
+        "--loads", metavar="X,Y",
+        help="loads of the final table, as multiples of saturation (default: 0.5,0.7,0.9,1,1.2)",
     )  # fmt: skip
+    parser.add_argument(
+        "--tolerance", type=_tolerance, default=0.05, metavar="SHARE",
+        help="by how much the P99 of the end-to-end latency may get worse (default: 0.05)",
+    )  # fmt: skip
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the settings for vllm serve --ext-tuned FILE")
     spec_flags.add_arguments(parser, systems=False)
     common_flags.add(
         parser, "jobs", "cache", "out", "json", quiet="no line per simulation",

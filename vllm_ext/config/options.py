@@ -151,6 +151,9 @@ class ExtConfig(Options):
     profile: Annotated[Text | None, Flag("--ext-profile", metavar="FILE")] = None
     """File written by `vllm-ext profile` from which the runtime model starts."""
 
+    tuned: Annotated[Text | None, Flag("--ext-tuned", metavar="FILE")] = None
+    """Settings that `vllm-ext plan --save` found for this model on this device. What is given by hand wins."""
+
     seed: int = Field(default=0, ge=0)
     """Of the random numbers that policies draw."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_ext import config as ext_config
 from vllm_ext import envs
 from vllm_ext.config import KEY, ConfigError, ExtConfig, flags, merge_flags
+from vllm_ext.launch import tuned
 from vllm_ext.launch.host_memory import tier_connector, with_host_memory
 
 SCHEDULER = "vllm_ext.scheduling.scheduler.SteeredScheduler"
@@ -33,7 +34,12 @@ def refused_arguments(args: Any, *, serves: bool) -> str | None:
         refuse_lookalikes(additional)
         if not (given or is_chosen(scheduler_cls, additional)):
             return None
-        config, _ = validate(scheduler_cls, {**additional, KEY: merge_flags(additional.get(KEY, {}), given)})
+        additional = {**additional, KEY: merge_flags(additional.get(KEY, {}), given)}
+        if settings := tuned.of(additional):
+            scheduler_cls, additional = settings.chosen(scheduler_cls, additional)
+            if not is_chosen(scheduler_cls, additional):
+                return None
+        config, _ = validate(scheduler_cls, additional)
         if serves:
             refuse_oracle(config, SERVERS[0])
         config = with_host_memory(config, typed.get("kv_transfer_config"))

@@ -85,6 +85,8 @@ class RecordSpec(BaseModel):
     """Keep what every step decided."""
     backlog: bool = False
     """Count how full memory was, and with true lengths would become, over the steps that left somebody waiting."""
+    windows: int = Field(default=0, ge=0)
+    """Tell some metrics also of so many parts of the requests, by arrival, as ``window_K.METRIC``; see `windows_of`."""
 
 
 class SimulationSpec(BaseModel):

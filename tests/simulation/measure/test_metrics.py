@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm_ext.contract.objective import NO_SLO, Slo
 from vllm_ext.report.results import Result, Workload
 from vllm_ext.simulation.measure import latency
-from vllm_ext.simulation.measure.metrics import summarise
+from vllm_ext.simulation.measure.metrics import summarise, windows_of
 from vllm_ext.simulation.measure.run_data import (
     REJECTED,
     UNFINISHED,
@@ -167,6 +167,19 @@ def test_every_metric_of_four_requests_worked_by_hand() -> None:
         },
         rel=1e-3,  # the width of a bin of gaps
     )  # fmt: skip
+
+
+def test_windows_are_parts_by_arrival_and_the_middle_is_between_quarters_of_the_ends() -> None:
+    """Request i arrives at i and ends at 2 i + 2, so that its latency is i + 2; the rows come last arrival first."""
+    rows = [Row(arrival_s=i, tokens_s=(i + 1.0, 2.0 * i + 2), slo_e2e_s=5.0) for i in reversed(range(8))]
+    found = windows_of(make_run(rows), 2)
+    assert found["window_0.e2e_mean_ms"] == pytest.approx(3500)
+    assert found["window_1.e2e_mean_ms"] == pytest.approx(7500)
+    assert found["window_1.e2e_p99_ms"] == pytest.approx(8970)
+    assert found["window_0.ttft_p90_ms"] == pytest.approx(1000)
+    assert (found["window_0.slo_attainment_fraction"], found["window_1.slo_attainment_fraction"]) == (1.0, 0.0)
+    assert found["middle_requests_per_s"] == pytest.approx(4 / 8)
+    assert windows_of(make_run(rows), 0) == windows_of(make_run(rows), 5) == {}
 
 
 def test_what_later_turns_found_of_their_histories_worked_by_hand() -> None:

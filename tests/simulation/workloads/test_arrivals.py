@@ -74,6 +74,8 @@ def test_at_once_all_arrive_at_the_start() -> None:
         ((100, 100, 101, 104, 300), {"duration_s": 5, "rate_per_s": 0.25}, [0, 0, 3, 12]),
         ((55,), {"rate_per_s": 2}, [0]),
         ((1, 2, 4, 9), {"min_prompt_tokens": 11}, [0, 2, 7]),
+        ((1, 2, 4, 9, 11), {"skip_requests": 2, "num_requests": 2}, [0, 5]),
+        ((1, 2, 4, 9, 11), {"skip_requests": 2, "duration_s": 6}, [0, 5]),
     ],
     ids=[
         "as they are",
@@ -84,6 +86,8 @@ def test_at_once_all_arrive_at_the_start() -> None:
         "a time, then stretched",
         "one needs no rate",
         "filtered",
+        "a part by numbers",
+        "a part by number and time",
     ],
 )
 def test_recorded_times_start_at_zero_and_keep_their_gaps(
@@ -130,6 +134,10 @@ def test_file_that_would_run_out_is_refused(tmp_path: Path) -> None:
     source = trace(tmp_path, 1, 2, 3)
     with pytest.raises(ValueError, match=r"num_requests=4: too many, rows.jsonl has 3 usable rows"):
         workload(source=source, num_requests=4)
+    with pytest.raises(ValueError, match=r"num_requests=3: too many, rows.jsonl has 3 usable rows"):
+        workload(source=source, num_requests=3, skip_requests=1)
+    with pytest.raises(ValueError, match=r"skip_requests=3: too many, rows.jsonl has 3 usable rows"):
+        workload(source=source, skip_requests=3)
     with pytest.raises(ValueError, match=r"duration_s=1000.0: too long, after .* rows.jsonl has 3 usable rows"):
         workload(source=source, duration_s=1000)
     assert len(times(source=source)) == 3, "without a bound the file is served once"

@@ -50,6 +50,14 @@ def test_file_is_served_in_order_with_its_name_rows_and_checksum_and_a_preset_wi
     assert list(one.start()) != list(other.start())
 
 
+def test_a_part_begins_behind_what_is_skipped_and_has_its_lengths(tmp_path: Path) -> None:
+    source = counts(tmp_path, *((10 + i, 1 + i) for i in range(6)))
+    part = list(workload(source=source, skip_requests=2, num_requests=3).start())
+    assert [(one.req_id, one.prompt_tokens, one.output_tokens) for one in part] == [
+        ("r0", 12, 3), ("r1", 13, 4), ("r2", 14, 5),
+    ]  # fmt: skip
+
+
 def test_drawing_without_replacement_takes_each_row_once_in_an_order_of_the_seed(tmp_path: Path) -> None:
     source = counts(tmp_path, *((i, 1) for i in range(1, 101)))
     drawn = [lengths(source=source, sample="without-replacement", seed=seed) for seed in (0, 0, 1)]

@@ -46,6 +46,38 @@ def summarise(run: RunData) -> dict[str, float]:
     return metrics
 
 
+def windows_of(run: RunData, count: int) -> dict[str, float]:
+    """Return what parts of a run measured, so that two runs of the same requests can be compared part by part.
+
+    Args:
+        run: Its requests that ended are cut by arrival into parts of equal numbers.
+        count: How many; 0: nothing is returned.
+
+    Returns:
+        ``window_K.`` and mean and P99 of the end-to-end latency, P90 of the TTFT, and share of the objectives met, of
+        part K from 0; and ``middle_requests_per_s``, at which rate requests ended between the first and the last
+        quarter of the ends: what a server carries that always has a queue.
+    """
+    table, finished = run.requests, run.finished()
+    if not count or finished.sum() < 2 * count:
+        return {}
+    met = met_objectives(table, finished)["all"]
+    e2e_ms, ttft_ms = table.column("e2e_s") * _MS, table.column("ttft_s") * _MS
+    metrics = dict[str, float]()
+    for number, rows in enumerate(np.array_split(np.argsort(table.column("arrival_s"), kind="stable"), count)):
+        ended = rows[finished[rows]]
+        if len(ended):
+            found = spread("e2e", e2e_ms[ended], "ms", ("mean", "p99"))
+            found |= spread("ttft", ttft_ms[ended], "ms", ("p90",))
+            found["slo_attainment_fraction"] = float(met[rows].mean())
+            metrics |= {f"window_{number}.{name}": value for name, value in found.items()}
+    ends = np.sort(table.column("finish_s")[finished])
+    first, last = len(ends) // 4, 3 * len(ends) // 4
+    if (span_s := ends[last] - ends[first]) > 0:
+        metrics["middle_requests_per_s"] = float((last - first) / span_s)
+    return metrics
+
+
 def _latencies(run: RunData, finished: NDArray[np.bool_]) -> dict[str, float]:
     def of(name: str) -> NDArray[Any]:
         return run.requests.column(name)[finished]

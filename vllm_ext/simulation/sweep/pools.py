@@ -28,10 +28,12 @@ def simulate_point(spec: SimulationSpec) -> dict[str, float]:
 
     vLLM is imported here: this is called in workers, or where there is but one process.
     """
-    from vllm_ext.simulation.measure.metrics import summarise
+    from vllm_ext.simulation.measure.metrics import summarise, windows_of
     from vllm_ext.simulation.run import simulate
 
-    return {name: value for name, value in summarise(simulate(spec)).items() if math.isfinite(value)}
+    run = simulate(spec)
+    metrics = summarise(run) | windows_of(run, spec.record.windows)
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def run_point(evaluate: Evaluate, spec: SimulationSpec) -> Outcome:

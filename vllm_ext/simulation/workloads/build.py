@@ -85,7 +85,8 @@ def _recorded_times(source: Source, spec: WorkloadSpec) -> list[float]:
 
     The part is taken first: its own rate may be far from that of the whole file.
     """
-    times = _since_first(source)[: spec.num_requests]
+    times = _since_first(source)[spec.skip_requests :][: spec.num_requests]
+    times = times - times[:1]
     if spec.duration_s is not None:
         times = times[times < spec.duration_s]
     if spec.rate_per_s is not None and len(times) > 1:
@@ -121,12 +122,15 @@ def _check_supply(spec: WorkloadSpec, source: Source, times: Times | None) -> No
     """A file that runs out early would change the load without a word."""
     if source.size is None:
         return
+    left = source.size - spec.skip_requests
     remedy = f"{source.name} has {source.size} usable rows; ask for less, or set sample='with-replacement'"
-    if (spec.num_requests or 0) > source.size:
+    if left < 1:
+        raise ValueError(f"skip_requests={spec.skip_requests}: too many, {remedy}")
+    if (spec.num_requests or 0) > left:
         raise ValueError(f"num_requests={spec.num_requests}: too many, {remedy}")
     if times is None or spec.arrivals == "recorded" or spec.num_requests is not None or spec.duration_s is None:
         return
-    first_missing = next(itertools.islice(times(), source.size, None))
+    first_missing = next(itertools.islice(times(), left, None))
     if first_missing < spec.duration_s:
         raise ValueError(f"duration_s={spec.duration_s}: too long, after {first_missing:.1f} s {remedy}")
 
@@ -183,7 +187,8 @@ class GeneratedWorkload:
         if tiers:
             indices = choices([tier.share for tier in tiers], generator(seed, Purpose.TIER))
             chosen = (tiers[index].name for index in indices)
-        sessions = itertools.islice(self.source.sessions(), self.spec.num_requests)
+        sessions = itertools.islice(self.source.sessions(), self.spec.skip_requests, None)
+        sessions = itertools.islice(sessions, self.spec.num_requests)
         for number, (session, tier) in enumerate(zip(sessions, chosen, strict=False)):
             turns = tuple(Turn._make((*turn[:4], *drawn)) for turn, drawn in zip(session.turns, random, strict=False))
             yield session._replace(turns=turns, tier=session.tier or tier, number=number)

@@ -161,6 +161,8 @@ class WorkloadSpec(SourceSpec):
     whatever the rate."""
     num_requests: Annotated[int | None, Flag()] = Field(default=None, ge=0)
     """How many requests start; of conversations, how many conversations. None: ``duration_s`` or the file ends it."""
+    skip_requests: int = Field(default=0, ge=0)
+    """So many at the beginning of the source are left out; those after them are served as if the source began there."""
 
     max_model_len: int | None = Field(default=None, ge=2)
     """Context of the model; None: `build` is told, or it is left to the run."""

@@ -1,0 +1,144 @@
+"""`--ext-tuned`: what a plan found is set where nothing was given by hand, on the server that it was found for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_ext import tiny_model
+from vllm_ext.config import ConfigError, parse, tuned
+from vllm_ext.config.tuned import Expected, For, Measured, Settings, Tuned
+from vllm_ext.launch.arguments import SCHEDULER
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return str(tiny_model.build(style="llama", seed=0))
+
+
+def file(folder: Path, model: str, *, settings: Settings | None = None, **made_for: Any) -> str:
+    sizes = json.loads((Path(model) / "config.json").read_text())
+    of = {"layers": sizes["num_hidden_layers"], "hidden": sizes["hidden_size"], "device": "cpu", **made_for}
+    found = Tuned(
+        made_for=For(model="tiny", **{"device_memory_gib": 16.0, "tensor_parallel_size": 1, **of}),
+        settings=settings or Settings(
+            scheduler_cls="alise", max_num_batched_tokens=64, max_num_seqs=8, options={"ordering": {"gamma": 1.0}}
+        ),
+        measured=Measured(command="vllm-ext plan --trace mine.jsonl", trace="mine.jsonl", trace_sha256="0" * 64,
+                          costs="a cost model", vllm="0.32.0", vllm_ext="0.1.0", saturation_requests_per_s=4.0),
+        expected=(Expected(load=0.9, mean_e2e=1.36, mean_e2e_low=1.3, mean_e2e_high=1.4, p99_e2e=1.2, p90_ttft=0.9),),
+    )  # fmt: skip
+    path = folder / "tuned.json"
+    tuned.save(found, path)
+    return str(path)
+
+
+def started(model: str, path: str, *arguments: str) -> Any:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    common = ["--model", model, "--max-model-len", "128", "--dtype", "float32", "--enforce-eager"]
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args([*common, "--ext-tuned", path, *arguments]))
+    return args.create_engine_config()
+
+
+def test_what_was_found_is_set_and_said(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = file(tmp_path, model)
+    with caplog.at_level(logging.INFO, logger="vllm_ext"):
+        config = started(model, path)
+    found = config.scheduler_config
+    assert (found.max_num_batched_tokens, found.max_num_seqs, found.scheduler_cls) == (64, 8, SCHEDULER)
+    ours = parse(config.additional_config["vllm_ext"])
+    assert (ours.system, ours.ordering) == ("alise", {"gamma": 1.0})
+    (said,) = [record.getMessage() for record in caplog.records if "tuned.json sets" in record.getMessage()]
+    assert "sets --max-num-batched-tokens 64, --max-num-seqs 8, --scheduler-cls alise; found by `vllm-ext plan" in said
+    assert "expected at 0.9 of 4 requests/s: mean end-to-end latency 1.36 times lower (1.30..1.40), P99 1.20" in said
+
+
+def test_what_is_given_by_hand_wins(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="vllm_ext"):
+        config = started(model, file(tmp_path, model), "--max-num-seqs", "4", "--ext-optimise", "mean")
+    assert (config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens) == (4, 64)
+    assert parse(config.additional_config["vllm_ext"]).ordering == {"gamma": 0.5}
+    assert "given by hand instead of --max-num-seqs 8" in caplog.text
+
+
+def test_another_system_by_hand_does_not_get_the_options_of_the_one_that_was_found(model: str, tmp_path: Path) -> None:
+    ours = parse(started(model, file(tmp_path, model), "--scheduler-cls", "fcfs").additional_config["vllm_ext"])
+    assert (ours.system, ours.ordering) == ("fcfs", {})
+
+
+def test_where_only_vllms_flags_were_found_vllm_schedules(model: str, tmp_path: Path) -> None:
+    config = started(model, file(tmp_path, model, settings=Settings(max_num_batched_tokens=256, watermark=0.05)))
+    assert config.scheduler_config.scheduler_cls is None
+    assert "vllm_ext" not in config.additional_config
+    assert config.scheduler_config.max_num_batched_tokens == 256
+
+
+def test_the_arguments_may_be_used_again(model: str, tmp_path: Path) -> None:
+    path = file(tmp_path, model)
+    args = EngineArgs(
+        model=model, max_model_len=128, dtype="float32", enforce_eager=True,
+        additional_config={"vllm_ext": {"tuned": path}},
+    )  # fmt: skip
+    for _ in range(2):
+        assert args.create_engine_config().scheduler_config.max_num_batched_tokens == 64
+        assert (args.max_num_batched_tokens, args.scheduler_cls) == (None, None)
+        assert args.additional_config == {"vllm_ext": {"tuned": path}}
+
+
+@pytest.mark.parametrize(
+    ("made_for", "said"),
+    [
+        ({"layers": 99}, "is for model tiny, not for"),
+        ({"hidden": 1}, "is for model tiny, not for"),
+        ({"tensor_parallel_size": 2}, "is for --tensor-parallel-size 2, not for 1"),
+        ({"device": "h100", "device_memory_gib": 80.0}, "is for device h100, not for"),
+    ],
+)
+def test_settings_of_another_server_are_refused(
+    model: str, tmp_path: Path, made_for: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match="run vllm-ext plan for this server") as caught:
+        started(model, file(tmp_path, model, **made_for))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', "\xff"])
+def test_a_damaged_file_is_one_line_and_status_2(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(text, encoding="latin-1")
+    for name in (path, tmp_path / "none.json", tmp_path):
+        with pytest.raises(SystemExit) as stopped:
+            started(model, str(name))
+        assert stopped.value.code == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"--ext-tuned {name}: must be a file that vllm-ext plan --save wrote: " in said
+
+
+@pytest.mark.parametrize(("name", "gib", "right"), [
+    ("NVIDIA H100 80GB HBM3", 79.6, True), ("NVIDIA H100 PCIe", 94.0, False), ("NVIDIA A100-SXM4-80GB", 79.6, False),
+])  # fmt: skip
+def test_a_gpu_is_known_by_its_name_and_memory(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, name: str, gib: float, right: bool
+) -> None:
+    from vllm.platforms import current_platform
+
+    from vllm_ext.launch.tuned import of
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: name, raising=False)
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: int(gib * 2**30), raising=False)
+    settings = of({"vllm_ext": {"tuned": file(tmp_path, model, device="h100", device_memory_gib=79.65)}})
+    assert settings is not None
+    if right:
+        settings._check_device()
+    else:
+        with pytest.raises(ConfigError, match="is for device h100 of 80 GiB, not for"):
+            settings._check_device()

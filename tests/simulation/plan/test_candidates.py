@@ -1,0 +1,84 @@
+"""What is tried: settings that vLLM takes, and systems that may pay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_ext.simulation.plan.candidates import (
+    AS_IT_IS,
+    DEFAULT,
+    Candidate,
+    budgets,
+    nearby,
+    systems,
+    with_budget,
+)  # fmt: skip
+from vllm_ext.simulation.spec import SimulationSpec, resolve
+
+
+def described(**fields: Any) -> SimulationSpec:
+    return SimulationSpec.model_validate({"hardware": {"model": "llama-3.1-8b", "device": "h100"}, **fields})
+
+
+def named(spec: SimulationSpec) -> list[str]:
+    return [system.name for system in systems(spec)]
+
+
+def test_budgets_are_powers_of_two_beside_the_servers_own() -> None:
+    limits = resolve(described(engine={"max_model_len": 4096})).limits
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (1024, 8192)
+    assert budgets(limits) == [128, 256, 512, 1024, 2048, 4096]
+    assert budgets(limits._replace(max_num_batched_tokens=16_384))[-2:] == [4096, 8192]
+
+
+@pytest.mark.parametrize(("given", "tokens", "seats"), [(None, 256, 256), (64, 256, 64), (512, 256, 256)])
+def test_seats_never_exceed_the_budget(given: int | None, tokens: int, seats: int) -> None:
+    """vLLM lowers its own number of seats, and refuses one that was given."""
+    resolved = resolve(described(engine={"max_model_len": 4096, "max_num_seqs": given}))
+    candidate = with_budget(DEFAULT, tokens, resolved)
+    limits = resolve(candidate.on(resolved.spec)).limits
+    assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (tokens, seats)
+    assert ("--max-num-seqs" in candidate.flags()) is (given == 512)
+
+
+def test_systems_are_tried_where_the_workload_has_what_they_work_on() -> None:
+    plain = ["vLLM", "alise", "alise, for the tail", "auto", "past-future", "alise+past-future"]
+    assert named(described()) == plain
+    gaps = {"tiers": [{"name": "all", "tbt": {"base_s": 0.1}}]}
+    assert named(described(workload=gaps)) == [*plain, "sarathi", "alise+sarathi", "accelgen"]
+    first = {"tiers": [{"name": "all", "ttft": {"base_s": 1.0}}]}
+    assert named(described(workload=first)) == [*plain, "accelgen"]
+    talks, tier = {"source": "talks.jsonl", "conversations": True}, {"options": {"kv_tier": {"gib": 4.0}}}
+    assert named(described(workload=talks)) == named(described(engine=tier)) == plain
+    assert named(described(workload=talks, engine=tier)) == [*plain, "pensieve", "alise+pensieve"]
+
+
+def test_a_candidate_is_a_run_and_its_flags() -> None:
+    spec = described(engine={"max_model_len": 4096})
+    tail = next(system for system in systems(spec) if system.name == "alise, for the tail")
+    candidate = Candidate(system=tail, tokens=512, reserve=0.05)
+    made = candidate.on(spec).engine
+    assert (made.system, made.max_num_batched_tokens, made.watermark) == ("alise", 512, 0.05)
+    assert made.options == {"ordering": {"gamma": 1.0}}
+    assert candidate.name == "alise, for the tail, 512 tokens, 5 % reserve"
+    assert candidate.flags() == [
+        "--scheduler-cls", "alise", "--ext-optimise", "tail", "--max-num-batched-tokens", "512", "--watermark", "0.05",
+    ]  # fmt: skip
+    assert candidate.changes == 3
+    assert (DEFAULT.name, DEFAULT.flags(), DEFAULT.changes) == ("vLLM as it is", [], 0)
+
+
+def test_neighbours_are_one_step_away() -> None:
+    resolved = resolve(described(engine={"max_model_len": 4096}))
+    found = list(nearby(Candidate(tokens=256), resolved))
+    assert found == [
+        Candidate(tokens=128), Candidate(tokens=512), Candidate(tokens=256, seats=128),
+        Candidate(tokens=256, reserve=0.05),
+    ]  # fmt: skip
+    assert [one.tokens for one in nearby(Candidate(system=systems(resolved.spec)[1], tokens=4096), resolved)] == [
+        2048,
+        4096,
+    ]
+    assert AS_IT_IS.name == "vLLM"

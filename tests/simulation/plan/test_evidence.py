@@ -1,0 +1,89 @@
+"""How two servers are compared, and what one must not cost."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vllm_ext.simulation.plan import evidence
+from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate
+from vllm_ext.simulation.plan.evidence import ATTAINMENT, MEAN, P99, TTFT_P90, Objective
+
+
+def run(mean: float, *, p99: float = 100.0, ttft: float = 10.0, windows: list[float] | None = None) -> dict[str, float]:
+    parts = {f"window_{number}.{MEAN}": value for number, value in enumerate(windows or [])}
+    return {MEAN: mean, P99: p99, TTFT_P90: ttft, **parts}
+
+
+def test_the_interval_is_students_over_the_windows_of_both_runs() -> None:
+    """By hand: logs of 2, 4 and 2 have the mean 0.924 and the standard deviation 0.400; t is 4.303 with 2 freedoms."""
+    found = evidence.ratio(run(5.0, windows=[1.0, 1.0, 2.0]), run(10.0, windows=[2.0, 4.0, 4.0]), MEAN)
+    assert found.value == 2.0
+    reach = 4.3027 * 0.40017 / math.sqrt(3)
+    assert found.low == pytest.approx(math.exp(0.92420 - reach), rel=1e-4)
+    assert found.high == pytest.approx(math.exp(0.92420 + reach), rel=1e-4)
+
+
+def test_without_windows_nothing_is_sure() -> None:
+    found = evidence.ratio(run(5.0), run(10.0), MEAN)
+    assert (found.value, found.low, found.high) == (2.0, 0.0, math.inf)
+
+
+def test_equal_runs_are_equal_for_certain() -> None:
+    same = run(5.0, windows=[1.0, 2.0, 3.0])
+    assert evidence.ratio(same, same, MEAN) == evidence.Ratio(1.0, 1.0, 1.0)
+
+
+def test_more_met_objectives_are_better() -> None:
+    ours, base = {ATTAINMENT: 0.9, f"window_0.{ATTAINMENT}": 0.8}, {ATTAINMENT: 0.6, f"window_0.{ATTAINMENT}": 0.4}
+    assert evidence.times_better(ours, base, ATTAINMENT) == pytest.approx(1.5)
+    both = [dict(one, **{f"window_1.{ATTAINMENT}": one[f"window_0.{ATTAINMENT}"]}) for one in (ours, base)]
+    assert evidence.ratio(*both, ATTAINMENT).low == pytest.approx(2.0)
+
+
+def test_the_score_is_the_mean_of_logarithms_over_loads_that_are_judged() -> None:
+    base = {0.5: run(10.0), 1.0: run(20.0), 1.2: run(1000.0)}
+    ours = {0.5: run(5.0), 1.0: run(5.0), 1.2: run(1.0)}
+    assert Objective(with_slo=False).score(ours, base) == pytest.approx((math.log(2) + math.log(4)) / 2)
+
+
+def test_with_objectives_what_is_met_goes_before_latency() -> None:
+    base = {1.0: run(10.0) | {ATTAINMENT: 0.8}}
+    quick, right = {1.0: run(2.0) | {ATTAINMENT: 0.6}}, {1.0: run(12.0) | {ATTAINMENT: 0.9}}
+    objective = Objective(with_slo=True)
+    assert objective.score(right, base) > 0 > objective.score(quick, base)
+    faster = {1.0: run(8.0) | {ATTAINMENT: 0.9}}
+    assert objective.score(faster, base) > objective.score(right, base)
+
+
+@pytest.mark.parametrize(
+    ("ours", "broken"),
+    [
+        (run(1.0, p99=104.0), ""),
+        (run(1.0, p99=106.0), "P99 end-to-end 1.06 times as long at 0.9 of saturation"),
+        (run(1.0, ttft=11.7), ""),
+        (run(1.0, ttft=12.0), "P90 TTFT 1.20 times as long at 0.9 of saturation"),
+    ],
+)
+def test_limits_hold_at_loads_that_are_judged(ours: dict[str, float], broken: str) -> None:
+    base = {0.9: run(10.0), 1.2: run(10.0)}
+    objective = Objective(with_slo=False)
+    assert objective.broken({0.9: ours, 1.2: run(10.0, p99=900.0, ttft=900.0)}, base) == broken
+    assert not objective.broken({0.9: ours}, base, slack=0.05)
+
+
+def test_who_pays_is_named_with_the_loads() -> None:
+    base = {0.5: run(10.0), 1.0: run(10.0)}
+    ours = {0.5: run(1.0, ttft=11.0), 1.0: run(1.0, p99=150.0, ttft=20.0)}
+    assert evidence.who_pays(ours, base) == [
+        "P99 end-to-end is longer: 1.50 times at 1",
+        "P90 TTFT is longer: 1.10 times at 0.5, 2.00 times at 1",
+    ]
+
+
+def test_of_those_alike_the_one_that_changes_least_is_best() -> None:
+    one, two = Candidate(tokens=256), Candidate(tokens=256, seats=128)
+    assert evidence.best({DEFAULT: 0.0, one: 0.195, two: 0.2}) == one
+    assert evidence.best({DEFAULT: 0.0, one: 0.15, two: 0.2}) == two
+    assert evidence.best({DEFAULT: 0.0, one: 0.005}) == DEFAULT

@@ -1,0 +1,158 @@
+"""The final table, on requests that nothing was chosen by, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from vllm_ext.simulation.plan import evidence
+from vllm_ext.simulation.plan.candidates import DEFAULT, LEAST_TOKENS, Candidate, unique, with_budget
+from vllm_ext.simulation.plan.evidence import Objective, Ratio
+from vllm_ext.simulation.plan.runs import Bench, Metrics, Parts, Tried
+from vllm_ext.simulation.plan.search import SLACK, Coarse, NoAnswer, Saturation, saturation
+from vllm_ext.simulation.spec import resolve, with_values
+
+SHOWN_AT = 0.9
+"""The load at which what each change brings is told, or the nearest to it."""
+_JITTER = 1.002
+"""An A/A pair is the server as it is twice, with arrivals this much closer together the second time: what differs then
+says how much of a difference is chance."""
+_WRONG_BY = 0.3
+"""Constants of a cost model that nobody measured may be off by so much."""
+_CONSTANTS: Mapping[str, str] = {
+    "gemm_efficiency": "arithmetic", "memory_efficiency": "memory", "host_base_s": "host time per step",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What to do, and why."""
+
+    choice: Candidate
+    tried: Tried
+    """All finalists at all loads."""
+    pair: Mapping[float, Metrics]
+    """The A/A pair's second run, by load."""
+    rejected: Mapping[str, str]
+    """Finalists that broke a limit: name -> which."""
+    objective: Objective
+
+    def over(self, candidate: Candidate, load: float, metric: str) -> Ratio:
+        """Return how many times better than the server as it is."""
+        return evidence.ratio(self.tried.metrics[candidate][load], self.tried.metrics[DEFAULT][load], metric)
+
+    def is_difference(self, candidate: Candidate, load: float, metric: str) -> bool:
+        """Whether it is better or worse for certain: outside its interval, and by more than the A/A pair differs."""
+        found = self.over(candidate, load, metric)
+        chance = evidence.ratio(self.pair[load], self.tried.metrics[DEFAULT][load], metric)
+        differs = abs(chance.value - 1)
+        return not found.low <= 1 <= found.high and abs(found.value - 1) > differs
+
+    @property
+    def helps_from(self) -> float | None:
+        """The lowest load from which on the choice is better; None if at none, as where it changes nothing."""
+        if self.choice == DEFAULT:
+            return None
+        metric, found = self.objective.metric, None
+        for load in sorted(self.tried.metrics[DEFAULT], reverse=True):
+            better = self.over(self.choice, load, metric).value > 1
+            if not better or not self.is_difference(self.choice, load, metric):
+                break
+            found = load
+        return found
+
+    @property
+    def who_pays(self) -> list[str]:
+        """What is worse under the choice, a line for each measure."""
+        return evidence.who_pays(self.tried.metrics[self.choice], self.tried.metrics[DEFAULT])
+
+
+def answer(
+    bench: Bench, parts: Parts, objective: Objective, saturated: Saturation, coarse: Coarse, loads: Sequence[float]
+) -> Answer:
+    """Run the finalists on what the search did not see, and choose.
+
+    The best score wins; within one percent of it the one that changes least. Who breaks a limit is out, and what a
+    candidate brings must be more than chance at a load that is judged, else the server stays as it is.
+
+    Raises:
+        NoAnswer: the server as it is failed.
+    """
+    part = parts.final
+    tried = bench.tried(coarse.finalists, part, loads, saturated.rate_per_s)
+    if DEFAULT in tried.failed or DEFAULT not in tried.metrics:
+        raise NoAnswer(f"the server as it is failed {tried.failed.get(DEFAULT, '')}")
+    again = bench.rates(DEFAULT, part, [load * saturated.rate_per_s * _JITTER for load in loads])
+    pair = {load: outcome.metrics for load, outcome in zip(loads, again, strict=True) if outcome.metrics is not None}
+    if len(pair) < len(loads):
+        raise NoAnswer("the A/A pair of the server as it is failed")
+    base = tried.metrics[DEFAULT]
+    rejected = {candidate.name: f"failed {why}" for candidate, why in tried.failed.items()}
+    scores = dict[Candidate, float]()
+    for candidate in tried.whole(loads):
+        if broken := objective.broken(tried.metrics[candidate], base):
+            rejected[candidate.name] = broken
+        else:
+            scores[candidate] = objective.score(tried.metrics[candidate], base)
+    while True:
+        choice = evidence.best(scores)
+        found = Answer(choice, tried, pair, rejected, objective)
+        judged = [load for load in loads if load <= evidence.JUDGED_UP_TO]
+        if choice == DEFAULT or any(found.is_difference(choice, load, objective.metric) for load in judged):
+            return found
+        del scores[choice]
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """What becomes of the token budget if the cost model's constants are wrong."""
+
+    budgets: Mapping[str, int]
+    """What is wrong -> the best budget then."""
+    tokens: int
+    """The budget that was chosen, or the server's own."""
+
+    @property
+    def flips(self) -> bool:
+        """Whether another budget would be better in some case."""
+        return any(tokens != self.tokens for tokens in self.budgets.values())
+
+
+def doubt(bench: Bench, parts: Parts, objective: Objective, choice: Candidate, own_rate_per_s: float) -> Doubt:
+    """Search the best budget again with each constant of the cost model off by 30 % either way.
+
+    Args:
+        bench: Of a run whose costs nobody measured.
+        parts: Its search part is used.
+        objective: As in the search.
+        choice: Its budget is compared with half of it, twice it, and the server's own.
+        own_rate_per_s: Of the trace.
+    """
+    resolved = resolve(bench.base)
+    own = resolved.limits.max_num_batched_tokens
+    tokens = choice.tokens or own
+    around = [each for each in (tokens // 2, tokens, tokens * 2) if each >= LEAST_TOKENS and each != own]
+    candidates = unique([DEFAULT, replace(choice, tokens=None)])
+    candidates += [with_budget(choice, each, resolved) for each in around]
+    part, found = parts.search.head(500), dict[str, int]()
+    for name, factor in ((name, factor) for name in _CONSTANTS for factor in (1 - _WRONG_BY, 1 + _WRONG_BY)):
+        changed = _with_constant(bench, name, factor)
+        saturated = saturation(changed, Parts(part, part), own_rate_per_s)
+        tried = changed.tried(candidates, part, (SHOWN_AT,), saturated.rate_per_s)
+        base = tried.metrics[DEFAULT]
+        scores = {
+            one: objective.score(tried.metrics[one], base)
+            for one in tried.whole((SHOWN_AT,))
+            if not objective.broken(tried.metrics[one], base, SLACK)
+        }
+        found[f"{_CONSTANTS[name]} {100 * (factor - 1):+.0f} %"] = evidence.best(scores).tokens or own
+    return Doubt(found, tokens)
+
+
+def _with_constant(bench: Bench, name: str, factor: float) -> Bench:
+    cost, device = bench.base.cost, bench.base.hardware.resolve().device
+    value = getattr(cost, name)
+    value = (getattr(device, name) if value is None else value) * factor
+    if name.endswith("_efficiency"):
+        value = min(1.0, value)
+    return replace(bench, base=with_values(bench.base, {f"cost.{name}": value}), tell=lambda *_: None)

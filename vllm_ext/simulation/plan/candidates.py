@@ -1,0 +1,159 @@
+"""What can be changed on a server: its token budget, its seats, a reserve of KV blocks, and who schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_ext.simulation.spec import Limits, Resolved, SimulationSpec, checked, with_values
+from vllm_ext.systems.user_policies import split
+
+VLLM = "upstream-fcfs"
+LEAST_TOKENS, MOST_TOKENS = 128, 8192
+"""Bounds of the budgets that are tried, all powers of two between them and the server's own."""
+RESERVE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A way to schedule."""
+
+    name: str
+    system: str = VLLM
+    """What the simulator calls it."""
+    options: Mapping[str, Any] | None = None
+    """By path within `EngineSpec`."""
+    flags: tuple[str, ...] = ()
+    needs: str = ""
+    """What it needs to behave as simulated."""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+AS_IT_IS = System(name="vLLM")
+_LEARNT = "lengths come from the history of finished requests, learnt during the trace"
+
+
+def _ours(name: str, needs: str = "") -> System:
+    return System(name=name, system=name, flags=("--scheduler-cls", name), needs=needs)
+
+
+def systems(spec: SimulationSpec) -> tuple[System, ...]:
+    """Return what may pay for such a workload, vLLM first.
+
+    Those that follow objectives are tried where requests have some, those that keep conversations where there are some,
+    and the user's own policies, which ``policies`` among the engine's options names, in the row of defaults.
+    """
+    targets = [target for tier in spec.workload.tiers for target in (tier.ttft, tier.tbt, tier.e2e) if target]
+    gaps = any(tier.tbt for tier in spec.workload.tiers)
+    found = [
+        AS_IT_IS,
+        _ours("alise", _LEARNT),
+        System(name="alise, for the tail", system="alise", options={"options.ordering.gamma": 1.0},
+               flags=("--scheduler-cls", "alise", "--ext-optimise", "tail"), needs=_LEARNT),
+        _ours("auto", _LEARNT),
+        _ours("past-future", _LEARNT),
+        _ours("alise+past-future", _LEARNT),
+    ]  # fmt: skip
+    if gaps:
+        follows = "its token budget follows the objective for the time between tokens (--tbt-slo-ms)"
+        found += [_ours("sarathi", follows), _ours("alise+sarathi", follows)]
+    if targets:
+        found.append(_ours("accelgen", "requests bring their objectives, or --ttft-slo-ms and --tbt-slo-ms do"))
+    if spec.workload.conversations and "kv_tier" in spec.engine.options:
+        found += [_ours("pensieve"), _ours("alise+pensieve", _LEARNT)]
+    if named := spec.engine.options.get("policies"):
+        own = " and ".join(split(text)[1] for text in named)
+        found.append(System(name=own, system="fcfs", options={"options.policies": named},
+                            flags=("--policy", ",".join(named))))  # fmt: skip
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A server: a system, and what else differs from the server as it is."""
+
+    system: System = AS_IT_IS
+    tokens: int | None = None
+    """Token budget; None: as it is."""
+    seats: int | None = None
+    """Requests that may run; None: as it is."""
+    reserve: float | None = None
+    """Share of the KV blocks that is kept free at admission; None: as it is."""
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        changed = {"tokens": self.tokens, "seats": self.seats}
+        parts = [f"{value} {what}" for what, value in changed.items() if value is not None]
+        parts += [f"{100 * self.reserve:g} % reserve"] if self.reserve is not None else []
+        return ", ".join([self.system.name, *parts]) if parts or self.system is not AS_IT_IS else "vLLM as it is"
+
+    @property
+    def changes(self) -> int:
+        """How many things it changes: of two that serve alike, the one with fewer is better."""
+        settings = (self.tokens, self.seats, self.reserve)
+        return sum(value is not None for value in settings) + (self.system is not AS_IT_IS)
+
+    def flags(self) -> list[str]:
+        """Return the flags of ``vllm serve`` that make the server one."""
+        settings = {
+            "--max-num-batched-tokens": self.tokens, "--max-num-seqs": self.seats, "--watermark": self.reserve,
+        }  # fmt: skip
+        given = [[flag, f"{value:g}"] for flag, value in settings.items() if value is not None]
+        return [*self.system.flags, *(word for pair in given for word in pair)]
+
+    def on(self, base: SimulationSpec) -> SimulationSpec:
+        """Return a run with it.
+
+        Raises:
+            ConfigError: the system refuses an option of the run.
+        """
+        options = {name: value for name, value in base.engine.options.items() if name != "policies"}
+        settings = {"max_num_batched_tokens": self.tokens, "max_num_seqs": self.seats, "watermark": self.reserve}
+        changes: dict[str, Any] = {"engine.system": self.system.system, "engine.options": options}
+        changes |= {f"engine.{name}": value for name, value in settings.items() if value is not None}
+        changes |= {f"engine.{name}": value for name, value in (self.system.options or {}).items()}
+        return checked(with_values(base, changes))
+
+
+DEFAULT = Candidate()
+
+
+def budgets(limits: Limits) -> list[int]:
+    """Return the token budgets to try beside the server's own, smallest first."""
+    own = limits.max_num_batched_tokens
+    found = []
+    tokens = LEAST_TOKENS
+    while tokens <= max(MOST_TOKENS, own):
+        if tokens != own:
+            found.append(tokens)
+        tokens *= 2
+    return found
+
+
+def with_budget(candidate: Candidate, tokens: int, resolved: Resolved) -> Candidate:
+    """Return a candidate with a token budget; vLLM asks that it be no smaller than the seats, so these may fall."""
+    given = resolved.spec.engine.max_num_seqs
+    seats = tokens if given is not None and given > tokens else candidate.seats
+    return replace(candidate, tokens=tokens, seats=seats)
+
+
+def nearby(candidate: Candidate, resolved: Resolved) -> Iterator[Candidate]:
+    """Yield a candidate's neighbours: half and twice its budget, half its seats, and with a reserve."""
+    tokens = candidate.tokens or resolved.limits.max_num_batched_tokens
+    for other in (tokens // 2, tokens * 2):
+        if other != resolved.limits.max_num_batched_tokens and other >= LEAST_TOKENS:
+            yield with_budget(candidate, other, resolved)
+    seats = candidate.seats or min(resolved.limits.max_num_seqs, tokens)
+    if seats > 1:
+        yield replace(candidate, seats=seats // 2)
+    if candidate.reserve is None and candidate.system is AS_IT_IS:
+        yield replace(candidate, reserve=RESERVE)
+
+
+def unique(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return candidates without repetitions, in their order."""
+    return list(dict.fromkeys(candidates))

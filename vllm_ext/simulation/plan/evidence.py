@@ -1,0 +1,152 @@
+"""How a candidate compares with the server as it is: ratios, their intervals, and what must not get worse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from vllm_ext.simulation.plan.candidates import Candidate
+
+MEAN, P99, TTFT_P90 = "e2e_mean_ms", "e2e_p99_ms", "ttft_p90_ms"
+ATTAINMENT = "slo_attainment_fraction"
+LEAST_TTFT = 0.85
+"""The P90 of the TTFT may be no less than this times as good as on the server as it is: a smaller budget spreads
+prompts over steps."""
+JUDGED_UP_TO = 1.0
+"""Loads beyond are shown and not judged: there the queue grows for as long as a run lasts, and so does every gain."""
+WORTHWHILE = 0.01
+"""A change that improves the objective by no more is no change."""
+_CONFIDENCE = 0.95
+_PAYS = 0.95
+_WATCHED = {
+    P99: "P99 end-to-end", TTFT_P90: "P90 TTFT", "ttft_p99_ms": "P99 TTFT", "tbt_p99_ms": "P99 TBT",
+    "tbt_max_ms": "longest gap", "waited_max_s": "longest wait",
+}  # fmt: skip
+"""Of what is worse by more than a twentieth the reader is told."""
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times better, with the 95 % interval of the run's windows; above 1 is better."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f}..{self.high:.2f})"
+
+
+def times_better(ours: Metrics, base: Metrics, metric: str) -> float:
+    """Return ``base / ours`` of what should be small; of the share of met objectives ``ours / base``."""
+    a, b = ours.get(metric, math.nan), base.get(metric, math.nan)
+    if metric == ATTAINMENT:
+        a, b = b, a
+    if a == b:
+        return 1.0
+    return b / a if a > 0 else math.inf
+
+
+def ratio(ours: Metrics, base: Metrics, metric: str) -> Ratio:
+    """Compare two runs of the same requests.
+
+    The value is of the whole runs. The interval is Student's over the logarithms of the windows' ratios: the windows
+    of one run have the same requests as those of the other.
+    """
+    value = times_better(ours, base, metric)
+    logs = [math.log(found) for found in _by_window(ours, base, metric) if 0 < found < math.inf]
+    if len(logs) < 2:
+        return Ratio(value, 0.0, math.inf)
+    from scipy import stats
+
+    reach = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
+    middle = fmean(logs)
+    return Ratio(value, math.exp(middle - reach), math.exp(middle + reach))
+
+
+def _by_window(ours: Metrics, base: Metrics, metric: str) -> Iterator[float]:
+    number = 0
+    while (name := f"window_{number}.{metric}") in ours and name in base:
+        yield (
+            times_better(ours, base, name)
+            if metric != ATTAINMENT
+            else times_better({ATTAINMENT: ours[name]}, {ATTAINMENT: base[name]}, ATTAINMENT)
+        )
+        number += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What is wanted, and what must not be paid for it."""
+
+    with_slo: bool
+    """Optimise the share of requests that meet their objectives; else the mean end-to-end latency."""
+    tolerance: float = 0.05
+    """By how much the P99 of the end-to-end latency may be worse than on the server as it is."""
+
+    @property
+    def metric(self) -> str:
+        """What is optimised."""
+        return ATTAINMENT if self.with_slo else MEAN
+
+    def score(self, ours: Mapping[float, Metrics], base: Mapping[float, Metrics]) -> float:
+        """Return the mean of the logarithms of the improvement over the loads that are judged; 0 is as it is.
+
+        With objectives, what both meet alike is told apart by a tenth of the mean latency's.
+        """
+        loads = [load for load in base if load <= JUDGED_UP_TO and load in ours]
+        if not loads:
+            return -math.inf
+        total = 0.0
+        for load in loads:
+            latency = times_better(ours[load], base[load], MEAN)
+            if not 0 < latency < math.inf:
+                return -math.inf
+            total += math.log(latency) * (0.1 if self.with_slo else 1.0)
+            if self.with_slo:
+                attained = [max(found[load].get(ATTAINMENT, 0.0), 1e-3) for found in (ours, base)]
+                total += math.log(attained[0] / attained[1])
+        return total / len(loads)
+
+    def broken(self, ours: Mapping[float, Metrics], base: Mapping[float, Metrics], slack: float = 0.0) -> str:
+        """Return which limit a candidate breaks at a load that is judged; empty if none.
+
+        Args:
+            ours: By load.
+            base: The server as it is.
+            slack: Added to the tolerances, where runs are short and noisy.
+        """
+        for load in sorted(base):
+            if load > JUDGED_UP_TO or load not in ours:
+                continue
+            for metric, least in ((P99, 1 / (1 + self.tolerance)), (TTFT_P90, LEAST_TTFT)):
+                if (found := times_better(ours[load], base[load], metric)) < least - slack:
+                    return f"{_WATCHED[metric]} {1 / found:.2f} times as long at {load:g} of saturation"
+        return ""
+
+
+def who_pays(ours: Mapping[float, Metrics], base: Mapping[float, Metrics]) -> list[str]:
+    """Return what is worse by more than a twentieth, a line for each measure, with the loads."""
+    lines = []
+    for metric, label in _WATCHED.items():
+        worse = {
+            load: found
+            for load in sorted(base)
+            if load in ours and metric in ours[load] and metric in base[load]
+            and (found := times_better(ours[load], base[load], metric)) < _PAYS
+        }  # fmt: skip
+        if worse:
+            at = ", ".join(f"{1 / found:.2f} times at {load:g}" for load, found in worse.items())
+            lines.append(f"{label} is longer: {at}")
+    return lines
+
+
+def best(scores: Mapping[Candidate, float]) -> Candidate:
+    """Return the candidate of the highest score, at least one; of those within `WORTHWHILE` what changes least."""
+    top = max(scores.values())
+    alike = [candidate for candidate, score in scores.items() if score >= top - WORTHWHILE]
+    return min(alike, key=lambda candidate: (candidate.changes, -scores[candidate]))

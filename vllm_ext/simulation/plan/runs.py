@@ -1,0 +1,127 @@
+"""Which requests a candidate is tried on, and at which rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_ext.simulation.plan.candidates import Candidate
+from vllm_ext.simulation.spec import SimulationSpec, with_values
+from vllm_ext.simulation.sweep.grid import RATE
+from vllm_ext.simulation.sweep.points import run_points
+from vllm_ext.simulation.sweep.pools import Pool
+from vllm_ext.simulation.sweep.store import Outcome, PointStore
+from vllm_ext.simulation.workloads.build import build
+
+WINDOWS = 8
+"""Parts of a run that are compared with the same parts of another: a ratio's interval is made of theirs."""
+_SEARCHED = 3
+"""The first of so many parts of the trace is searched on, the others are for the final table."""
+_SEEDS = 100
+"""Between the seeds of the search and of the final table, where requests are drawn."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the workload."""
+
+    first: int
+    """Requests (conversations) before it."""
+    count: int
+    seed: int
+
+    def head(self, count: int) -> Part:
+        """Return its beginning."""
+        return Part(self.first, min(count, self.count), self.seed)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Searched on the one, judged on the other: what was chosen because it fitted some requests must prove itself."""
+
+    search: Part
+    final: Part
+    endless: bool = False
+    """Whether requests are drawn and never run out."""
+
+
+def parts_of(base: SimulationSpec) -> Parts:
+    """Cut a workload: by its order where that is a file's, else by seeds.
+
+    Raises:
+        ValueError: there are fewer than 60 requests.
+    """
+    workload = build(base.workload)
+    total = sum(1 for _ in workload.start())
+    if total < 60:
+        raise ValueError(f"{base.workload.source}: {total} requests; a plan needs at least 60")
+    seed, first = base.workload.seed, base.workload.skip_requests
+    if workload.source.size is None or base.workload.sample != "file-order":
+        return Parts(Part(first, total, seed + _SEEDS), Part(first, total, seed), workload.source.size is None)
+    searched = total // _SEARCHED
+    return Parts(Part(first, searched, seed + _SEEDS), Part(first + searched, total - searched, seed))
+
+
+def at(base: SimulationSpec, candidate: Candidate, part: Part, rate_per_s: float) -> SimulationSpec:
+    """Return a run of a candidate on a part of the workload."""
+    values = {
+        RATE: rate_per_s, "workload.num_requests": part.count, "workload.skip_requests": part.first,
+        "workload.seed": part.seed, "workload.duration_s": None, "record.windows": WINDOWS,
+    }  # fmt: skip
+    return candidate.on(with_values(base, values))
+
+
+Metrics = Mapping[str, float]
+
+
+@dataclass
+class Tried:
+    """What came of the runs on a part, by candidate and load."""
+
+    metrics: dict[Candidate, dict[float, Metrics]] = field(default_factory=dict)
+    failed: dict[Candidate, str] = field(default_factory=dict)
+    """Candidates of which a run failed, and why."""
+
+    def whole(self, loads: Sequence[float]) -> Iterator[Candidate]:
+        """Yield the candidates that were run at all these loads."""
+        for candidate, found in self.metrics.items():
+            if candidate not in self.failed and all(load in found for load in loads):
+                yield candidate
+
+
+@dataclass
+class Bench:
+    """Where candidates are tried."""
+
+    base: SimulationSpec
+    store: PointStore
+    pool: Pool
+    tell: Callable[[Candidate, float, Outcome], None]
+    """Called for every run that ended, with its load."""
+
+    def rates(self, candidate: Candidate, part: Part, rates_per_s: Sequence[float]) -> list[Outcome]:
+        """Run a candidate at rates."""
+        specs = [at(self.base, candidate, part, rate) for rate in rates_per_s]
+        return run_points(specs, self.store, self.pool)
+
+    def tried(
+        self, candidates: Sequence[Candidate], part: Part, loads: Sequence[float], saturation_per_s: float
+    ) -> Tried:
+        """Run candidates at loads, which are multiples of a rate."""
+        asked = [(candidate, load) for candidate in candidates for load in loads]
+        specs = [at(self.base, candidate, part, load * saturation_per_s) for candidate, load in asked]
+        found = Tried()
+        places: dict[str, list[tuple[Candidate, float]]] = {}
+        for spec, pair in zip(specs, asked, strict=True):
+            places.setdefault(spec.model_dump_json(), []).append(pair)
+
+        def told(spec: SimulationSpec, outcome: Outcome, _known: bool) -> None:
+            for candidate, load in places.pop(spec.model_dump_json(), ()):  # told of each run once
+                self.tell(candidate, load, outcome)
+
+        for (candidate, load), outcome in zip(asked, run_points(specs, self.store, self.pool, told), strict=True):
+            if outcome.metrics is None:
+                found.failed[candidate] = f"at {load:g}: {outcome.error}"
+            else:
+                found.metrics.setdefault(candidate, {})[load] = outcome.metrics
+        return found

@@ -1,0 +1,173 @@
+"""The search: saturation first, then candidates by successive halving, then the few that are left on other requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from vllm_ext.simulation.plan import evidence
+from vllm_ext.simulation.plan.candidates import (
+    AS_IT_IS,
+    DEFAULT,
+    RESERVE,
+    Candidate,
+    budgets,
+    nearby,
+    systems,
+    unique,
+    with_budget,
+)  # fmt: skip
+from vllm_ext.simulation.plan.evidence import Objective
+from vllm_ext.simulation.plan.runs import Bench, Part, Parts, Tried
+from vllm_ext.simulation.spec import resolve, with_values
+from vllm_ext.simulation.sweep.grid import RATE
+
+LOADS = (0.5, 0.7, 0.9, 1.0, 1.2)
+"""Multiples of the rate at which the server as it is saturates."""
+_SEARCH_LOADS = (0.7, 0.9, 1.0)
+_FIRST_LOADS = (0.9, 1.0)
+_SATURATION_REQUESTS, _FIRST_REQUESTS, _SECOND_REQUESTS = 2000, 400, 1500
+SLACK = 0.05
+"""On the short runs of the search."""
+_OVERLOADED = 1.5
+"""What it carries is measured at so many times what short runs say."""
+_FOLLOWED = 0.9
+"""A server that serves less than this share of what arrives is saturated."""
+_DOUBLINGS = 12
+_HALVED = 6
+"""Candidates that the second, longer round of the search gets."""
+
+
+class NoAnswer(ValueError):
+    """There is nothing to compare with; the message says why."""
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """What the server as it is carries."""
+
+    rate_per_s: float
+    """In requests (conversations) per second."""
+    own_rate_per_s: float
+
+    @property
+    def own_load(self) -> float:
+        """The trace's own load."""
+        return self.own_rate_per_s / self.rate_per_s
+
+
+def saturation(bench: Bench, parts: Parts, own_rate_per_s: float) -> Saturation:
+    """Double the rate until the server no longer follows, on short runs; then ask a long run what it carries.
+
+    What is lost when memory runs out is lost only after it did: a short run does not see it. Requests of a file that
+    has too few are drawn again.
+
+    Raises:
+        NoAnswer: it failed.
+    """
+    rate = own_rate_per_s
+    for _ in range(_DOUBLINGS):
+        rates = (rate, 2 * rate)
+        short = parts.search.head(_FIRST_REQUESTS)
+        served = _served(bench, short, rates)
+        if over := [found for found, one in zip(served, rates, strict=True) if found < _FOLLOWED * one]:
+            part = replace(short, count=_SATURATION_REQUESTS)
+            if parts.search.count < part.count and not parts.endless:
+                drawn = {"workload.arrivals": "poisson", "workload.sample": "with-replacement", RATE: own_rate_per_s}
+                bench = replace(bench, base=with_values(bench.base, drawn))
+            (carried,) = _served(bench, part, [_OVERLOADED * over[0]])
+            return Saturation(carried, own_rate_per_s)
+        rate *= 4
+    raise NoAnswer(f"the server as it is follows {rate:.4g} requests/s: nothing to plan")
+
+
+def _served(bench: Bench, part: Part, rates_per_s: Sequence[float]) -> list[float]:
+    """Rates at which requests ended in the middle of runs, in what the workload's rate counts."""
+    found = []
+    for rate, outcome in zip(rates_per_s, bench.rates(DEFAULT, part, rates_per_s), strict=True):
+        if outcome.metrics is None:
+            raise NoAnswer(f"the server as it is failed at {rate:.4g} requests/s: {outcome.error}")
+        if "middle_requests_per_s" not in outcome.metrics:
+            raise NoAnswer("too few requests ended to say what the server carries; take more of the trace")
+        served = outcome.metrics["middle_requests_per_s"] * part.count / outcome.metrics["requests"]
+        found.append(min(rate, served))
+    return found
+
+
+@dataclass(frozen=True)
+class Coarse:
+    """What the search found."""
+
+    choice: Candidate
+    vllm: Candidate
+    """The best without a system of ours."""
+    finalists: Sequence[Candidate]
+    dropped: Mapping[str, str]
+    """Name -> why it is not among them."""
+
+
+def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturation) -> Coarse:
+    """Find the few that are worth a long run.
+
+    First vLLM at every budget, on a short part at two loads; then each system at the server's own budget and at those
+    that paid most. The better half of all goes on to a longer part and three loads, with the neighbours of the best.
+
+    Raises:
+        NoAnswer: the server as it is failed.
+    """
+    resolved = resolve(bench.base)
+    first = parts.search.head(_FIRST_REQUESTS)
+    dropped: dict[str, str] = {}
+
+    def score(tried: Tried, loads: Sequence[float]) -> dict[Candidate, float]:
+        for candidate, why in tried.failed.items():
+            dropped[candidate.name] = f"failed {why}"
+        if DEFAULT not in tried.metrics or DEFAULT in tried.failed:
+            raise NoAnswer(f"the server as it is failed {tried.failed.get(DEFAULT, '')}")
+        base, scores = tried.metrics[DEFAULT], dict[Candidate, float]()
+        for candidate in tried.whole(loads):
+            if broken := objective.broken(tried.metrics[candidate], base, SLACK):
+                dropped[candidate.name] = broken
+            else:
+                scores[candidate] = objective.score(tried.metrics[candidate], base)
+        return scores
+
+    every = [with_budget(DEFAULT, tokens, resolved) for tokens in budgets(resolved.limits)]
+    scores = score(bench.tried([DEFAULT, *every], first, _FIRST_LOADS, saturated.rate_per_s), _FIRST_LOADS)
+    paying = [candidate for candidate in _ranked(scores) if candidate is not DEFAULT][:2]
+    others = [system for system in systems(bench.base) if system is not AS_IT_IS]
+    mixed = [replace(budget, system=system) for system in others for budget in (DEFAULT, *paying)]
+    mixed += [replace(budget, reserve=RESERVE) for budget in (DEFAULT, *paying)]
+    scores |= score(bench.tried([DEFAULT, *mixed], first, _FIRST_LOADS, saturated.rate_per_s), _FIRST_LOADS)
+
+    ranked = _ranked(scores)
+    kept = unique([DEFAULT, *ranked[:_HALVED]])
+    kept = unique([*kept, *[one for one in nearby(ranked[0], resolved) if one not in scores]])
+    best_vllm = next(candidate for candidate in ranked if candidate.system is AS_IT_IS)
+    kept = unique([*kept, best_vllm])
+    for candidate in scores:
+        if candidate not in kept:
+            dropped[candidate.name] = _over(scores[candidate])
+    second = parts.search.head(_SECOND_REQUESTS)
+    scores = score(bench.tried(kept, second, _SEARCH_LOADS, saturated.rate_per_s), _SEARCH_LOADS)
+    ranked = _ranked(scores)
+    choice = evidence.best(scores)
+    vllm = evidence.best({one: value for one, value in scores.items() if one.system is AS_IT_IS})
+    alone = Candidate(system=choice.system)
+    runner_up = next((one for one in ranked if one not in (choice, vllm, alone)), choice)
+    finalists = unique([DEFAULT, vllm, alone, choice, runner_up])
+    for candidate in scores:
+        if candidate not in finalists:
+            dropped[candidate.name] = _over(scores[candidate])
+    for candidate in finalists:
+        dropped.pop(candidate.name, None)
+    return Coarse(choice, vllm, finalists, dropped)
+
+
+def _ranked(scores: Mapping[Candidate, float]) -> list[Candidate]:
+    return sorted(scores, key=lambda one: (-scores[one], one.changes))
+
+
+def _over(score: float) -> str:
+    return f"{math.exp(score):.2f} times as good as the server as it is, in the search"
