@@ -221,10 +221,10 @@ def test_only_the_hooks_that_a_process_needs_are_installed(usage: str | None) ->
     assert "front-end" in groups
     assert "prediction" not in groups, "fcfs looks at no length"
     assert "front-end" not in features.needed_groups(ExtConfig(metrics_interval_s=0), usage)
-    predicting = features.needed_groups(ExtConfig(system="alise", metrics_interval_s=0), usage)
+    retrieval = PredictionConfig(sources=("retrieval", "history"))
+    predicting = features.needed_groups(ExtConfig(system="alise", metrics_interval_s=0, prediction=retrieval), usage)
     assert {"prediction", "front-end"} <= set(predicting)
-    no_retrieval = ExtConfig(system="alise", prediction=PredictionConfig(sources=("hint", "history")))
-    assert "prediction" not in features.needed_groups(no_retrieval, usage)
+    assert "prediction" not in features.needed_groups(ExtConfig(system="alise"), usage)
 
 
 @pytest.mark.parametrize(("system", "rank", "named"), [("alise", -1, True), ("alise", 1, False), ("fcfs", -1, False)])
@@ -233,7 +233,8 @@ def test_a_server_names_a_predictor_for_the_api_servers_that_it_starts(
 ) -> None:
     """A new one each time: the environment may be that of another server."""
     monkeypatch.setenv(envs.PREDICTOR, "inherited")
-    args = make_args(model, scheduler_cls=system)
+    asked = {"vllm_ext": {"prediction": {"sources": ["retrieval", "history"]}}}
+    args = make_args(model, scheduler_cls=system, additional_config=asked)
     args._api_process_count, args._api_process_rank = 2, rank
     args.create_engine_config()
     assert (envs.shared_predictor() != "inherited") == named

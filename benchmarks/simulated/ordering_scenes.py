@@ -156,6 +156,7 @@ _HINT: dict[str, Any] = {"announce": "hint", "announce_error": 0.3}
 PREDICTED, ANOTHERS = "alise, predicted", "alise, another's prediction"
 """By the predictor that ships, learned from others of the same file; and what it said of another request."""
 _TIER: dict[str, Any] = {"kv_tier": {"gib": 64.0}}
+_ASKED: dict[str, Any] = {"prediction": {"sources": ["hint", "retrieval", "history"]}}
 _PREDICTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (PREDICTED, "alise", {}),
     (ANOTHERS, "alise", {}),
@@ -187,7 +188,7 @@ SYSTEMS = {
         Variant(name="alise, 512 tokens", system="alise", engine=_FEWER_TOKENS),
         Variant(name="alise, lengths within 30 %", system="alise", workload=_HINT),
         *(
-            Variant(name=name, system=system, options=options, workload={"announce": "predicted"})
+            Variant(name=name, system=system, options={**options, **_ASKED}, workload={"announce": "predicted"})
             for name, system, options in _PREDICTED
         ),
         Variant(name="alise-published, lengths within 30 %", system="alise-published", workload=_HINT),

@@ -21,6 +21,7 @@ def options(folder: Path, **predictor: Any) -> list[str]:
     own = {"factory": "odd_predictors:Obedient", "timeout_s": HANG_S, "nice": 0, **predictor}
     return [
         *("--scheduler-cls", "alise", "--ext-metrics-interval-s", "0.2"),
+        *("--ext-prediction-sources", "hint,retrieval,history"),
         *("--additional-config", json.dumps({"vllm_ext": {"predictor": {"folder": str(folder), **own}}})),
     ]
 

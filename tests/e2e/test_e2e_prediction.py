@@ -200,6 +200,7 @@ def test_what_was_trained_before_is_known_to_the_server(forks: ForkServer | None
     assert done.code == 0, done.output
     log = tmp_path / "requests.jsonl"
     args = ["--scheduler-cls", "alise", "--ext-predictor-folder", str(folder), "--ext-request-log", str(log)]
+    args += ["--ext-prediction-sources", "retrieval,history"]
     ours = {"vllm_ext": {"predictor": {"nice": 0, "timeout_s": HANG_S}}}
     args += ["--ext-metrics-interval-s", "0.2", "--additional-config", json.dumps(ours)]
     server_log = tmp_path / "server.log"
@@ -229,7 +230,7 @@ def test_offline_use_predicts_as_well(
         "model": str(llama),
         "max_num_seqs": 4,
         "scheduler_cls": "alise",
-        "additional_config": {"vllm_ext": {"predictor": own}},
+        "additional_config": {"vllm_ext": {"predictor": own, "prediction": {"sources": ["retrieval", "history"]}}},
     }
     command = [sys.executable, str(offline_prediction.__file__), json.dumps(engine)]
     environment = {

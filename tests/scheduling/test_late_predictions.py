@@ -19,7 +19,10 @@ from vllm_ext.contract.length_distribution import LengthDistribution
 @pytest.fixture
 def one_seat(tmp_path: Path) -> dict[str, Any]:
     """Options with which nobody is preempted and times follow lengths."""
-    return {"profile": save_profile(tmp_path / "profile.json"), "admission": {"preempt": False}}
+    return {
+        "profile": save_profile(tmp_path / "profile.json"), "admission": {"preempt": False},
+        "prediction": {"sources": ["hint", "retrieval", "history"]},
+    }  # fmt: skip
 
 
 def queue(options: dict[str, Any], **osl: int) -> Rig:
@@ -108,7 +111,7 @@ def test_a_prediction_that_comes_when_it_is_outlived_is_doubled_without_a_demoti
 
 def test_an_outlived_estimate_follows_the_law_behind_it(one_seat: dict[str, Any]) -> None:
     """Log-normal through P50 = 10 and P90 = 40: each time it is outlived, the median of what is longer."""
-    rig = Rig(options={**one_seat, "prediction": {"refresh": "conditional"}})
+    rig = Rig(options={**one_seat, "prediction": {"refresh": "conditional", "sources": ["hint", "retrieval"]}})
     rig.add("a", length=100)
     rig.scheduler.update_predictions([["a", nine(10, 40), "retrieval"]])
     job = rig.scheduler.tracked["a"]
@@ -141,7 +144,7 @@ def test_an_outlived_estimate_of_the_history_follows_its_window(one_seat: dict[s
 
 
 def test_a_hint_without_a_distribution_is_doubled_all_the_same(one_seat: dict[str, Any]) -> None:
-    rig = Rig(options={**one_seat, "prediction": {"refresh": "conditional"}})
+    rig = Rig(options={**one_seat, "prediction": {"refresh": "conditional", "sources": ["hint", "retrieval"]}})
     rig.add("a", length=30, osl=4)
     rig.step(6)
     assert rig.scheduler.tracked["a"].estimate == 8
@@ -152,7 +155,8 @@ def test_lengths_refined_while_decoding_change_no_decision_of_alise(blocks: int)
     """What a probe on the model's hidden states could tell is worth nothing to an order of those who wait."""
 
     def decisions(*, refined: bool) -> list[object]:
-        rig = Rig("alise", num_blocks=blocks, max_num_seqs=4)
+        sources = {"prediction": {"sources": ["hint", "retrieval", "history"]}}
+        rig = Rig("alise", options=sources, num_blocks=blocks, max_num_seqs=4)
         rng, found = random.Random(0), list[object]()
 
         def each_step(rig: Rig) -> None:

@@ -149,7 +149,7 @@ def test_a_new_prediction_moves_a_waiting_request(cheap: dict[str, Any]) -> None
 
 
 def test_a_new_prediction_moves_a_running_request(cheap: dict[str, Any]) -> None:
-    rig = Rig(options=cheap)
+    rig = Rig(options={**cheap, "prediction": {"sources": ["retrieval", "history"]}})
     rig.add("a", length=50)
     rig.add("b", length=50)
     rig.step(2)

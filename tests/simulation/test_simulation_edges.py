@@ -22,16 +22,32 @@ from tests.support.simulation_parts import (
     rows,
     simulate,
 )
+from vllm_ext.config import ConfigError
 from vllm_ext.contract import Admission, Room, Step
 from vllm_ext.simulation import run
 from vllm_ext.simulation.engine.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.measure.run_data import Decision, Stalled
 from vllm_ext.simulation.run import build_scheduler
-from vllm_ext.simulation.spec import UPSTREAM, EngineSpec, RecordSpec, SimulationSpec
+from vllm_ext.simulation.spec import UPSTREAM, EngineSpec, RecordSpec, SimulationSpec, checked
 from vllm_ext.simulation.workloads.requests import SimRequest, Slo
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.systems import System, known, register
 from vllm_ext.systems.alise import RemainingTimeLevels
+
+
+@pytest.mark.parametrize(("system", "sources", "refused"), [
+    ("alise", None, True), ("alise", ["retrieval"], False), ("past-future", None, False), ("upstream-fcfs", None, False),
+])  # fmt: skip
+def test_predictions_that_nobody_would_hear_are_refused(system: str, sources: list[str] | None, refused: bool) -> None:
+    options = {} if sources is None else {"prediction": {"sources": sources}}
+    spec = SimulationSpec(
+        engine=EngineSpec(system=system, options=options), workload=WorkloadSpec(announce="predicted", num_requests=1)
+    )
+    if refused:
+        with pytest.raises(ConfigError, match=r"engine.options.prediction.sources=.*: must name 'retrieval' where"):
+            checked(spec)
+    else:
+        assert checked(spec).workload == spec.workload
 
 
 def test_empty_workload_takes_no_time() -> None:

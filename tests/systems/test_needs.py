@@ -25,7 +25,8 @@ OBJECTIVES = "requests have only the objectives that clients send: add --ttft-sl
 
 def off(system: str, options: dict[str, Any] | None = None, **there: bool) -> tuple[str, ...]:
     """What is off in a system of which nothing was switched on but what is named."""
-    config = parse({"system": system, "allow_oracle": system.startswith("oracle"), **(options or {})})
+    asked = {"prediction": {"sources": ["hint", "retrieval", "history"]}}
+    config = parse({"system": system, "allow_oracle": system.startswith("oracle"), **asked, **(options or {})})
     built = systems.build(config)
     facts = {"predictor_installed": False, "profiled": False, "has_connector": False, **there}
     predicts = built.use_predictions and not built.system.oracle
@@ -69,24 +70,12 @@ def test_nothing_is_off_where_everything_is_switched_on(system: str) -> None:
     assert off(system, slo, predictor_installed=True, profiled=True, has_connector=True) == ()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            {"prediction": {"sources": ["history"]}},
-            "output lengths are predicted from history only, not from prompts: add retrieval to "
-            "--ext-prediction-sources",
-        ),
-        (
-            {"prediction": {"sources": []}},
-            "output lengths are predicted from the prior only, not from prompts: add retrieval to "
-            "--ext-prediction-sources",
-        ),
-    ],
-    ids=["history alone", "no source"],
-)
-def test_sources_that_leave_prompts_out_are_named_though_all_is_installed(options: dict[str, Any], says: str) -> None:
-    assert off("alise", options, predictor_installed=True, has_connector=True) == (says,)
+@pytest.mark.parametrize("sources", [["history"], []])
+def test_an_encoder_that_nobody_asked_for_is_not_missed(sources: list[str]) -> None:
+    options = {"prediction": {"sources": sources}}
+    assert off("alise", options, has_connector=True) == ()
+    asked = off("alise", {**options, "predictor": {"threads": 2}}, has_connector=True)
+    assert asked == ("nobody asks the predictor that was configured: add retrieval to --ext-prediction-sources",)
 
 
 def test_predictor_of_the_users_own_needs_no_packages_of_ours() -> None:

@@ -26,9 +26,9 @@ class PredictionConfig(Options):
         tuple[Source, ...],
         Field(strict=False),
         Flag("--ext-prediction-sources", type=comma_list, metavar="A,B"),
-    ] = ("hint", "retrieval", "history")
-    """Where length predictions come from, in order of preference: hint, retrieval, history. ``oracle`` only with
-    ``allow_oracle``. The prior comes after all of them."""
+    ] = ("hint", "history")
+    """Where length predictions come from, in order of preference: ``hint``, ``history``, and ``retrieval``, which asks
+    a process that embeds prompts. ``oracle`` only with ``allow_oracle``. The prior comes after all of them."""
 
     hints: Annotated[Literal["weighed", "believed"], Flag("--ext-hints")] = "weighed"
     """How far a client's ``osl`` is believed: ``weighed`` with what is known otherwise, by how right this client was

@@ -235,7 +235,11 @@ def checked(spec: SimulationSpec) -> SimulationSpec:
     if engine.system in UPSTREAM:
         return spec.model_copy(update={"engine": engine.model_copy(update={"options": {}})})
     try:
-        policies_of(engine)
+        policies = policies_of(engine)
+        sources = config.parse({**engine.options, "system": engine.system, "allow_oracle": True}).prediction.sources
+        if spec.workload.announce == "predicted" and policies.use_predictions and config.RETRIEVAL not in sources:
+            allowed = f"must name {config.RETRIEVAL!r} where workload.announce is 'predicted', or nobody listens"
+            raise ConfigError("prediction.sources", sources, allowed)
     except ConfigError as error:
         field, allowed = f"engine.options.{error.field}", error.allowed
         if error.field == "system":

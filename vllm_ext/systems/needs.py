@@ -6,7 +6,7 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 
-from vllm_ext.config import RETRIEVAL, ExtConfig
+from vllm_ext.config import RETRIEVAL, ExtConfig, PredictorConfig
 from vllm_ext.config.slo import SloConfig
 from vllm_ext.contract import Need, Policy, Sharing
 
@@ -53,10 +53,11 @@ def can_predict_from_prompts(encoder: str | None) -> bool:
 
 
 def _lengths(config: ExtConfig, *, installed: bool) -> str:
+    if RETRIEVAL not in config.prediction.sources:
+        idle = f"nobody asks the predictor that was configured: add {RETRIEVAL} to --ext-prediction-sources"
+        return idle if config.predictor != PredictorConfig() else ""
     others = ", ".join(source for source in config.prediction.sources if source != RETRIEVAL)
     only = f"output lengths are predicted from {others or 'the prior'} only, not from prompts"
-    if RETRIEVAL not in config.prediction.sources:
-        return f"{only}: add {RETRIEVAL} to --ext-prediction-sources"
     if not installed and config.predictor.factory is None:
         return f"{only}: pip install 'vllm-ext[prediction]'"
     return ""
