@@ -36,7 +36,8 @@ from vllm_ext.systems.alise import RemainingTimeLevels
 
 
 @pytest.mark.parametrize(("system", "sources", "refused"), [
-    ("alise", None, True), ("alise", ["retrieval"], False), ("past-future", None, False), ("upstream-fcfs", None, False),
+    ("alise", None, True), ("alise", ["retrieval"], False), ("past-future", None, False),
+    ("upstream-fcfs", None, False),
 ])  # fmt: skip
 def test_predictions_that_nobody_would_hear_are_refused(system: str, sources: list[str] | None, refused: bool) -> None:
     options = {} if sources is None else {"prediction": {"sources": sources}}

@@ -56,8 +56,8 @@ class Runner:
     ) -> None:
         self.quick = quick
         self.seed = seed
-        self._pool = pool
-        self._store = store
+        self.pool = pool
+        self.store = store
         self._on_point = on_point
 
     def metrics(self, specs: Mapping[K, SimulationSpec]) -> dict[K, Metrics]:
@@ -129,7 +129,7 @@ class Runner:
 
     def _all(self, plans: Mapping[K, Plan[T]]) -> dict[K, T]:
         """Run plans to their ends, also those beside one that failed; what failed is raised then."""
-        ended = run_plans([_to_the_end(plan) for plan in plans.values()], self._store, self._pool, self._on_point)
+        ended = run_plans([_to_the_end(plan) for plan in plans.values()], self.store, self.pool, self._on_point)
         if failed := [str(one) for one in ended if isinstance(one, RunFailed)]:
             raise RunFailed("; ".join(failed))
         return {key: one for key, one in zip(plans, ended, strict=True) if not isinstance(one, RunFailed)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from statistics import fmean, stdev
 
+from vllm_ext.report.intervals import MIN_SEEDS, interval
 from vllm_ext.simulation.plan.candidates import Candidate
 
 MEAN, P99, TTFT_P90 = "e2e_mean_ms", "e2e_p99_ms", "ttft_p90_ms"
@@ -18,7 +18,6 @@ JUDGED_UP_TO = 1.0
 """Loads beyond are shown and not judged: there the queue grows for as long as a run lasts, and so does every gain."""
 WORTHWHILE = 0.01
 """A change that improves the objective by no more is no change."""
-_CONFIDENCE = 0.95
 _PAYS = 0.95
 _WATCHED = {
     P99: "P99 end-to-end", TTFT_P90: "P90 TTFT", "ttft_p99_ms": "P99 TTFT", "tbt_p99_ms": "P99 TBT",
@@ -59,13 +58,10 @@ def ratio(ours: Metrics, base: Metrics, metric: str) -> Ratio:
     """
     value = times_better(ours, base, metric)
     logs = [math.log(found) for found in _by_window(ours, base, metric) if 0 < found < math.inf]
-    if len(logs) < 2:
+    if len(logs) < MIN_SEEDS:
         return Ratio(value, 0.0, math.inf)
-    from scipy import stats
-
-    reach = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
-    middle = fmean(logs)
-    return Ratio(value, math.exp(middle - reach), math.exp(middle + reach))
+    found = interval(logs, points=False)
+    return Ratio(value, found.low, found.high)
 
 
 def _by_window(ours: Metrics, base: Metrics, metric: str) -> Iterator[float]:

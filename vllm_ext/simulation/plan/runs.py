@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_ext.simulation.plan.candidates import Candidate
 from vllm_ext.simulation.spec import SimulationSpec, with_values
@@ -17,6 +17,8 @@ WINDOWS = 8
 """Parts of a run that are compared with the same parts of another: a ratio's interval is made of theirs."""
 _SEARCHED = 3
 """The first of so many parts of the trace is searched on, the others are for the final table."""
+_MOST_REQUESTS = 3000
+"""Of the final table: more would take longer than anybody waits, and change little."""
 _SEEDS = 100
 """Between the seeds of the search and of the final table, where requests are drawn."""
 
@@ -57,9 +59,11 @@ def parts_of(base: SimulationSpec) -> Parts:
         raise ValueError(f"{base.workload.source}: {total} requests; a plan needs at least 60")
     seed, first = base.workload.seed, base.workload.skip_requests
     if workload.source.size is None or base.workload.sample != "file-order":
-        return Parts(Part(first, total, seed + _SEEDS), Part(first, total, seed), workload.source.size is None)
+        part = Part(first, min(total, _MOST_REQUESTS), seed)
+        return Parts(replace(part, seed=seed + _SEEDS), part, workload.source.size is None)
     searched = total // _SEARCHED
-    return Parts(Part(first, searched, seed + _SEEDS), Part(first + searched, total - searched, seed))
+    final = Part(first + searched, min(total - searched, _MOST_REQUESTS), seed)
+    return Parts(Part(first, searched, seed + _SEEDS), final)
 
 
 def at(base: SimulationSpec, candidate: Candidate, part: Part, rate_per_s: float) -> SimulationSpec:

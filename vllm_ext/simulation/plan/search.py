@@ -102,6 +102,8 @@ class Coarse:
     choice: Candidate
     vllm: Candidate
     """The best without a system of ours."""
+    ours: Candidate
+    """The best with one."""
     finalists: Sequence[Candidate]
     dropped: Mapping[str, str]
     """Name -> why it is not among them."""
@@ -154,6 +156,7 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
     ranked = _ranked(scores)
     choice = evidence.best(scores)
     vllm = evidence.best({one: value for one, value in scores.items() if one.system is AS_IT_IS})
+    ours = evidence.best({one: value for one, value in scores.items() if one.system is not AS_IT_IS} or scores)
     alone = Candidate(system=choice.system)
     runner_up = next((one for one in ranked if one not in (choice, vllm, alone)), choice)
     finalists = unique([DEFAULT, vllm, alone, choice, runner_up])
@@ -162,7 +165,7 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
             dropped[candidate.name] = _over(scores[candidate])
     for candidate in finalists:
         dropped.pop(candidate.name, None)
-    return Coarse(choice, vllm, finalists, dropped)
+    return Coarse(choice, vllm, ours, finalists, dropped)
 
 
 def _ranked(scores: Mapping[Candidate, float]) -> list[Candidate]:

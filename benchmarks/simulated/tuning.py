@@ -1,0 +1,253 @@
+"""What does an order of service bring over the best vLLM there is, and both over vLLM as it comes?
+
+Question: on real lengths, at 0.8, 0.9 and 1.0 of the rate that vLLM carries as it comes on that device, how much lower
+are mean and P99 of the end-to-end latency of vLLM with its best flags, and of a system of ours with the best flags?
+
+Method: the real schedulers in virtual time. For each workload and device the search of `vllm-ext plan` chooses the
+flags of vLLM alone and, apart from that, of the best of our systems, on seeds of its own. Then seven servers serve the
+same requests at the same times, seed by seed: vLLM as it comes, the same with other seeds (the A/A pair), vLLM tuned,
+`alise` as it comes, `alise` with the flags of vLLM tuned, ours tuned, and `oracle-alise`, which sees true lengths, with
+the flags of ours tuned. A ratio is vLLM's value over the server's, above 1 is better; intervals are Student's t over
+the seeds' logarithms. Runs that ended are kept in the cache of vllm-ext: interrupted, the same command goes on.
+
+    python benchmarks/simulated/tuning.py --data DIR --quick
+    python benchmarks/simulated/tuning.py --data DIR --jobs 2 --out benchmarks/results/tuning.json
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import simulated
+from ordering_scenes import SCENES, Scene
+
+from vllm_ext.experiments.experiment import Experiment, Findings
+from vllm_ext.experiments.grid import Grid
+from vllm_ext.experiments.report import result, tables
+from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.intervals import interval
+from vllm_ext.report.results import argument_parser, command, emit
+from vllm_ext.report.table import Table
+from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.plan import search
+from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate, System
+from vllm_ext.simulation.plan.evidence import MEAN, P99, TTFT_P90, Objective
+from vllm_ext.simulation.plan.runs import Bench, Part, Parts, at
+from vllm_ext.simulation.spec import SimulationSpec, with_values
+
+VLLM, AGAIN, TUNED, OURS = "vLLM", "vLLM, other seeds", "vLLM tuned", "ours tuned"
+ALISE, ALISE_TUNED, ORACLE = "alise", "alise, flags of vLLM tuned", "oracle-alise, flags of ours tuned"
+LOADS, QUICK_LOADS = (0.8, 0.9, 1.0), (0.9,)
+SEEDS, REQUESTS, QUICK_REQUESTS = 5, 2000, 300
+QUICK = ("sharegpt, opt-13b, a100-40",)
+_SEARCH_SEED, _OTHER_SEEDS = 5000, 1000
+_CHAT: Mapping[str, Any] = {"max_tokens": 1024}
+_ALISE = System(name="alise", system="alise", flags=("--scheduler-cls", "alise"))
+_ORACLE = System(name="oracle-alise", system="oracle-alise", options={"options.allow_oracle": True})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A workload on a device, with vLLM's own defaults for it."""
+
+    scene: Scene
+    hardware: HardwareSpec
+    max_model_len: int
+    modern: bool = False
+
+    def base(self, data: Path, seed: int) -> SimulationSpec:
+        """Return the run of vLLM as it comes, at a rate that is to be set."""
+        scene = self.scene
+        workload = {
+            "source": str(data / scene.path), "sample": "with-replacement", "over_context": "cut", "rate_per_s": 1.0,
+            **({"prompts_from": str(data / scene.prompts)} if scene.prompts else {}), **scene.fields, "seed": seed,
+        }  # fmt: skip
+        return SimulationSpec.model_validate({
+            "engine": {"system": "upstream-fcfs", "max_model_len": self.max_model_len, "profiled": True},
+            "hardware": self.hardware.model_dump(), "workload": workload,
+        })  # fmt: skip
+
+
+def _cells() -> dict[str, Cell]:
+    paper = {name: SCENES[name] for name in ("sharegpt", "wildchat", "lmsys", "alpaca", "azure-conv")}
+    found = {
+        f"{name}, {scene.hardware.model}, {scene.hardware.device}": Cell(
+            scene, scene.hardware, scene.engine["max_model_len"]
+        )
+        for name, scene in paper.items()
+    }
+    for model, devices in (("llama-3.1-8b", 1), ("llama-3.1-70b", 4)):
+        for name in ("sharegpt", "azure-conv"):
+            hardware = HardwareSpec(model=model, device="h100", tensor_parallel=devices)
+            found[f"{name}, {model}, {devices} x h100"] = Cell(paper[name], hardware, 8192, modern=True)
+    return found
+
+
+CELLS = _cells()
+
+
+@dataclass(frozen=True)
+class Servers:
+    """What is compared in a cell, and at which rate it is saturated."""
+
+    rate_per_s: float
+    by_name: Mapping[str, Candidate]
+
+
+def found_by_search(cell: Cell, data: Path, runner: Runner) -> Servers:
+    """Search a cell as ``vllm-ext plan`` does, on seeds that no row of the table has."""
+    count = QUICK_REQUESTS if runner.quick else REQUESTS
+    part = Part(0, count, runner.seed + _SEARCH_SEED)
+    bench = Bench(cell.base(data, part.seed), runner.store, runner.pool, lambda *_: None)
+    parts = Parts(part, part, endless=True)
+    saturated = search.saturation(bench, parts, 1.0)
+    coarse = search.search(bench, parts, Objective(with_slo=False), saturated)
+    return Servers(saturated.rate_per_s, {
+        VLLM: DEFAULT, AGAIN: DEFAULT, TUNED: coarse.vllm, ALISE: Candidate(system=_ALISE),
+        ALISE_TUNED: replace(coarse.vllm, system=_ALISE), OURS: coarse.ours,
+        ORACLE: replace(coarse.ours, system=_ORACLE),
+    })  # fmt: skip
+
+
+def spec_of(cell: Cell, data: Path, servers: Servers, name: str, load: float, count: int, seed: int) -> SimulationSpec:
+    """Return a run of a server at a load."""
+    base = cell.base(data, seed)
+    if name == ORACLE:
+        base = with_values(base, {"workload.announce": "hidden"})
+    part = Part(0, count, seed + (_OTHER_SEEDS if name == AGAIN else 0))
+    rate = float(f"{load * servers.rate_per_s:.6g}")
+    return with_values(at(base, servers.by_name[name], part, rate), {"record.windows": 0})
+
+
+def ratios(grid: Grid, scene: str, name: str, base: str, metric: str) -> list[float]:
+    """Return how many times lower a server's metric is than a baseline's, seed by seed."""
+    return [1 / one for one in grid.over(scene, name, base, metric)]
+
+
+def geometric(values: Sequence[float]) -> float:
+    """Return the geometric mean."""
+    return math.exp(fmean(map(math.log, values)))
+
+
+_OVER_VLLM: Sequence[tuple[bool, float, str, float]] = (
+    (False, 0.8, MEAN, 1.07), (False, 0.9, MEAN, 1.14), (False, 1.0, MEAN, 1.6),
+    (True, 0.8, MEAN, 1.10), (True, 0.9, MEAN, 1.15), (True, 0.8, P99, 1.0), (True, 0.9, P99, 1.0),
+)  # fmt: skip
+"""Of the five cells of papers or of the four modern ones: load, metric, and the least geometric mean."""
+_NAMES = {MEAN: "mean e2e", P99: "P99 e2e", TTFT_P90: "P90 TTFT"}
+
+
+def claims(grid: Grid, names: Sequence[str], loads: Sequence[float]) -> Iterator[Claim]:
+    """Hold what was found to the goals."""
+
+    def means(base: str, modern: bool | None, load: float, metric: str) -> dict[str, float]:
+        return {
+            name: geometric(ratios(grid, f"{name} at {load:g}", OURS, base, metric))
+            for name in names
+            if modern in (None, CELLS[name].modern)
+        }
+
+    for modern, load, metric, goal in _OVER_VLLM:
+        if load in loads and (found := means(VLLM, modern, load, metric)):
+            where = "8B and 70B on H100" if modern else "papers' models on A100"
+            yield Claim(name=f"{OURS} over {VLLM} at {load:g}, {where}: {_NAMES[metric]}, geometric mean",
+                        value=round(geometric([*found.values()]), 4), goal=goal)  # fmt: skip
+    for load in loads:
+        for metric in (MEAN, P99):
+            found = means(VLLM, None, load, metric)
+            worst = min(found, key=found.__getitem__)
+            yield Claim(name=f"{OURS} over {VLLM} at {load:g}: {_NAMES[metric]}, worst cell ({worst})",
+                        value=round(found[worst], 4), goal=1.0)  # fmt: skip
+        found = means(TUNED, None, load, MEAN)
+        worst = min(found, key=found.__getitem__)
+        yield Claim(name=f"{OURS} over {TUNED} at {load:g}: {_NAMES[MEAN]}, worst cell ({worst})",
+                    value=round(found[worst], 4), goal=0.97)  # fmt: skip
+    if 1.0 in loads:
+        for metric, goal in ((MEAN, 1.10), (P99, 0.9)):
+            found = means(TUNED, None, 1.0, metric)
+            yield Claim(name=f"{OURS} over {TUNED} at 1: {_NAMES[metric]}, geometric mean",
+                        value=round(geometric([*found.values()]), 4), goal=goal)  # fmt: skip
+
+
+def table(grid: Grid, name: str, servers: Servers, loads: Sequence[float]) -> Table:
+    """Return a cell's rows: over vLLM as it comes, with intervals."""
+    rows = []
+    for server, candidate in servers.by_name.items():
+        cells: list[object] = [server, candidate.name]
+        for load in loads:
+            scene = f"{name} at {load:g}"
+            for metric in (MEAN, P99, TTFT_P90):
+                found = interval([math.log(one) for one in ratios(grid, scene, server, VLLM, metric)], points=False)
+                cells.append(f"{found.value:.2f} ({found.low:.2f}..{found.high:.2f})")
+            on_time = [grid.mean(scene, one, "on_time_fraction") for one in (server, VLLM)]
+            cells.append(100 * (on_time[0] - on_time[1]))
+        rows.append(cells)
+    columns = [f"{label} at {load:g}" for load in loads for label in (*_NAMES.values(), "on time, points")]
+    return Table(["server", "what it is", *columns], rows, title=f"{name}; 1 is {servers.rate_per_s:.4g} requests/s")
+
+
+def run(runner: Runner, data: Path, names: Sequence[str]) -> Findings:
+    """Search each cell, then measure what was found."""
+    loads, seeds = QUICK_LOADS if runner.quick else LOADS, runner.seeds(SEEDS)
+    count = QUICK_REQUESTS if runner.quick else REQUESTS
+    servers = {name: found_by_search(CELLS[name], data, runner) for name in names}
+    specs = {
+        (f"{name} at {load:g}", server): (
+            lambda seed, name=name, load=load, server=server: spec_of(
+                CELLS[name], data, servers[name], server, load, count, seed
+            )
+        )
+        for name in names
+        for load in loads
+        for server in servers[name].by_name
+    }
+    grid = runner.grid(specs, seeds)
+    kept = [MEAN, P99, TTFT_P90, "on_time_fraction", "tbt_max_ms", "preemptions"]
+    flat = grid.means({scene: kept for scene, _ in grid.cells})
+    return Findings(
+        tables=[table(grid, name, servers[name], loads) for name in names],
+        claims=[*claims(grid, names, loads)],
+        metrics=flat[OURS],
+        baselines={name: values for name, values in flat.items() if name != OURS},
+        config={
+            "seeds": seeds, "requests": count,
+            "saturation_per_s": {name: found.rate_per_s for name, found in servers.items()},
+            "servers": {name: {one: c.name for one, c in found.by_name.items()} for name, found in servers.items()},
+        },
+        workload=[
+            CELLS[name].base(data, seeds[0]).workload.model_copy(update={"num_requests": count}) for name in names
+        ],
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> None:
+    """Simulate, print, write."""
+    parser = argument_parser(__doc__, "jobs")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of recorded workloads")
+    parser.add_argument("--cells", help=f"semicolon list of {'; '.join(CELLS)} (default: all)")
+    args = parser.parse_args(argv)
+    names = [one.strip() for one in args.cells.split(";")] if args.cells else list(QUICK if args.quick else CELLS)
+    if unknown := [name for name in names if name not in CELLS]:
+        parser.error(f"--cells={unknown[0]}: must be among {'; '.join(CELLS)}")
+    for name in names:
+        if missing := CELLS[name].scene.missing(args.data):
+            parser.error(f"--data={args.data}: has no {missing[0]}, which {name} needs")
+    experiment = Experiment(
+        id="tuning", title="What does an order bring over the best vLLM there is?",
+        run=lambda runner: run(runner, args.data, names),
+    )  # fmt: skip
+    with simulated.runner(args, experiment.id) as simulations:
+        findings = experiment.run(simulations)
+    made = result(experiment, findings, command=command(argv, __file__), seed=args.seed, quick=args.quick)
+    emit(made, tables(experiment, findings), args.out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
