@@ -47,7 +47,9 @@ def _plan(args: argparse.Namespace) -> int:
         return 0
     need("vllm")
     loads = search.LOADS if args.loads is None else _loads(args.loads)
-    objective = Objective(with_slo=bool(base.workload.tiers), tolerance=args.tolerance)
+    ttft_s = [tier.ttft.base_s for tier in base.workload.tiers if tier.ttft and tier.ttft.base_s]
+    short_ms = 1000 * min(ttft_s, default=evidence.SHORT_TTFT_MS / 1000)
+    objective = Objective(with_slo=bool(base.workload.tiers), tolerance=args.tolerance, short_ttft_ms=short_ms)
     workload = build(base.workload)
     parts = parts_of(base)
     resolved = resolve(base)

@@ -44,8 +44,9 @@ def test_more_met_objectives_are_better() -> None:
 
 def test_the_score_is_the_mean_of_logarithms_over_loads_that_are_judged() -> None:
     base = {0.5: run(10.0), 1.0: run(20.0), 1.2: run(1000.0)}
-    ours = {0.5: run(5.0), 1.0: run(5.0), 1.2: run(1.0)}
-    assert Objective(with_slo=False).score(ours, base) == pytest.approx((math.log(2) + math.log(4)) / 2)
+    ours = {0.5: run(8.0), 1.0: run(5.0), 1.2: run(1.0)}
+    expected = (math.log(1.25) + math.log(evidence.MOST_COUNTED)) / 2
+    assert Objective(with_slo=False).score(ours, base) == pytest.approx(expected)
 
 
 def test_with_objectives_what_is_met_goes_before_latency() -> None:
@@ -64,11 +65,12 @@ def test_with_objectives_what_is_met_goes_before_latency() -> None:
         (run(1.0, p99=106.0), "P99 end-to-end 1.06 times as long at 0.9 of saturation"),
         (run(1.0, ttft=11.7), ""),
         (run(1.0, ttft=12.0), "P90 TTFT 1.20 times as long at 0.9 of saturation"),
+        (run(1.0, ttft=11.9), ""),
     ],
 )
 def test_limits_hold_at_loads_that_are_judged(ours: dict[str, float], broken: str) -> None:
     base = {0.9: run(10.0), 1.2: run(10.0)}
-    objective = Objective(with_slo=False)
+    objective = Objective(with_slo=False, short_ttft_ms=11.9)
     assert objective.broken({0.9: ours, 1.2: run(10.0, p99=900.0, ttft=900.0)}, base) == broken
     assert not objective.broken({0.9: ours}, base, slack=0.05)
 

@@ -12,8 +12,12 @@ from vllm_ext.simulation.plan.candidates import Candidate
 MEAN, P99, TTFT_P90 = "e2e_mean_ms", "e2e_p99_ms", "ttft_p90_ms"
 ATTAINMENT = "slo_attainment_fraction"
 LEAST_TTFT = 0.85
-"""The P90 of the TTFT may be no less than this times as good as on the server as it is: a smaller budget spreads
-prompts over steps."""
+"""The P90 of the TTFT may be no less than this times as good as on the server as it is, unless it is short all the same:
+a smaller budget spreads prompts over steps."""
+SHORT_TTFT_MS = 200.0
+"""Short is what meets the objective, or without one this."""
+MOST_COUNTED = 1.5
+"""A gain beyond counts as this: it is of a queue that grows, and as large as the run is long."""
 JUDGED_UP_TO = 1.0
 """Loads beyond are shown and not judged: there the queue grows for as long as a run lasts, and so does every gain."""
 WORTHWHILE = 0.01
@@ -83,6 +87,8 @@ class Objective:
     """Optimise the share of requests that meet their objectives; else the mean end-to-end latency."""
     tolerance: float = 0.05
     """By how much the P99 of the end-to-end latency may be worse than on the server as it is."""
+    short_ttft_ms: float = SHORT_TTFT_MS
+    """The objective for the TTFT, if there is one."""
 
     @property
     def metric(self) -> str:
@@ -102,7 +108,7 @@ class Objective:
             latency = times_better(ours[load], base[load], MEAN)
             if not 0 < latency < math.inf:
                 return -math.inf
-            total += math.log(latency) * (0.1 if self.with_slo else 1.0)
+            total += math.log(min(latency, MOST_COUNTED)) * (0.1 if self.with_slo else 1.0)
             if self.with_slo:
                 attained = [max(found[load].get(ATTAINMENT, 0.0), 1e-3) for found in (ours, base)]
                 total += math.log(attained[0] / attained[1])
@@ -119,8 +125,12 @@ class Objective:
         for load in sorted(base):
             if load > JUDGED_UP_TO or load not in ours:
                 continue
-            for metric, least in ((P99, 1 / (1 + self.tolerance)), (TTFT_P90, LEAST_TTFT)):
-                if (found := times_better(ours[load], base[load], metric)) < least - slack:
+            for metric, least, short in (
+                (P99, 1 / (1 + self.tolerance), 0.0),
+                (TTFT_P90, LEAST_TTFT, self.short_ttft_ms),
+            ):
+                found = times_better(ours[load], base[load], metric)
+                if found < least - slack and ours[load][metric] > short:
                     return f"{_WATCHED[metric]} {1 / found:.2f} times as long at {load:g} of saturation"
         return ""
 
