@@ -12,8 +12,8 @@ from vllm_ext.simulation.plan.candidates import Candidate
 MEAN, P99, TTFT_P90 = "e2e_mean_ms", "e2e_p99_ms", "ttft_p90_ms"
 ATTAINMENT = "slo_attainment_fraction"
 LEAST_TTFT = 0.85
-"""The P90 of the TTFT may be no less than this times as good as on the server as it is, unless it is short all the same:
-a smaller budget spreads prompts over steps."""
+"""The P90 of the TTFT may be no less than this times as good as on the server as it is, unless it is short all the
+same: a smaller budget spreads prompts over steps."""
 SHORT_TTFT_MS = 200.0
 """Short is what meets the objective, or without one this."""
 MOST_COUNTED = 1.5

@@ -112,7 +112,7 @@ class Coarse:
 def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturation) -> Coarse:
     """Find the few that are worth a long run.
 
-    First vLLM at every budget, on a short part at two loads; then each system at the server's own budget and at those
+    First vLLM at every budget, on a short part at two loads; then each system at the server's own budget and at the one
     that paid most. The better half of all goes on to a longer part and three loads, with the neighbours of the best.
 
     Raises:
@@ -137,7 +137,7 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
 
     every = [with_budget(DEFAULT, tokens, resolved) for tokens in budgets(resolved.limits)]
     scores = score(bench.tried([DEFAULT, *every], first, _FIRST_LOADS, saturated.rate_per_s), _FIRST_LOADS)
-    paying = [candidate for candidate in _ranked(scores) if candidate is not DEFAULT][:2]
+    paying = [candidate for candidate in _ranked(scores) if candidate is not DEFAULT][:1]
     others = [system for system in systems(bench.base) if system is not AS_IT_IS]
     mixed = [replace(budget, system=system) for system in others for budget in (DEFAULT, *paying)]
     mixed += [replace(budget, reserve=RESERVE) for budget in (DEFAULT, *paying)]
