@@ -16,8 +16,8 @@ LEAST_TTFT = 0.85
 same: a smaller budget spreads prompts over steps."""
 SHORT_TTFT_MS = 200.0
 """Short is what meets the objective, or without one this."""
-MOST_COUNTED = 1.5
-"""A gain beyond counts as this: it is of a queue that grows, and as large as the run is long."""
+FULLY_COUNTED, BEYOND = 1.5, 0.25
+"""A gain beyond the first counts by the second: it is of a queue that grows, and as large as the run is long."""
 JUDGED_UP_TO = 1.0
 """Loads beyond are shown and not judged: there the queue grows for as long as a run lasts, and so does every gain."""
 WORTHWHILE = 0.01
@@ -108,7 +108,9 @@ class Objective:
             latency = times_better(ours[load], base[load], MEAN)
             if not 0 < latency < math.inf:
                 return -math.inf
-            total += math.log(min(latency, MOST_COUNTED)) * (0.1 if self.with_slo else 1.0)
+            gain = min(math.log(latency), math.log(FULLY_COUNTED))
+            gain += BEYOND * max(0.0, math.log(latency / FULLY_COUNTED))
+            total += gain * (0.1 if self.with_slo else 1.0)
             if self.with_slo:
                 attained = [max(found[load].get(ATTAINMENT, 0.0), 1e-3) for found in (ours, base)]
                 total += math.log(attained[0] / attained[1])
