@@ -48,10 +48,13 @@ def test_the_policy_is_asked_also_where_nothing_else_is_steered(
     assert sum(counted.values()) == data.counters["preemptions"] > 0
 
 
-def swapper_of(rig: Rig) -> KvSwapper:
+def swapper_of(rig: Rig, *, measured: bool = True) -> KvSwapper:
     """What would decide about the KV of who is preempted, if there were a tier."""
     scheduler = rig.scheduler
-    prices = SimpleNamespace(store_s=lambda tokens: 1.0, load_s=lambda tokens: 1.0, kept_tokens=lambda tokens: tokens)
+    link = SimpleNamespace(known=measured)
+    prices = SimpleNamespace(
+        store_s=lambda tokens: 1.0, load_s=lambda tokens: 1.0, kept_tokens=lambda tokens: tokens, out=link, back=link
+    )
     tier = SimpleNamespace(prices=prices, missing_tokens=lambda req_id, tokens: tokens)
     swapper = KvSwapper(
         scheduler,
@@ -106,3 +109,14 @@ def test_who_comes_back_before_all_others_waits_for_none_of_them(system: str) ->
     rig.scheduler.ranked.rerank(rig.scheduler.requests["waits0"])
     longer_s = swapper._wait_s(tracked, table.view(tracked)) - until_free_s
     assert longer_s == 0, "of those who left, the older comes back first"
+
+
+@pytest.mark.parametrize(("measured", "copy_s"), [(False, 0.0), (True, 1.0)])
+def test_copies_are_taken_to_pay_until_one_was_measured(measured: bool, copy_s: float) -> None:
+    """A guess of a slow link made every preempted request compute again, so that no copy ever told better."""
+    rig = Rig("alise")
+    rig.add("runs", 10, osl=300, length=300)
+    rig.step(2)
+    swapper, table = swapper_of(rig, measured=measured), rig.scheduler.tracked
+    cost = swapper._cost(table["runs"], table.view(table["runs"]))
+    assert (cost.out_s, cost.back_s) == (copy_s, copy_s)

@@ -47,6 +47,9 @@ class EngineState(Protocol):
     connector: Any
     """To KV elsewhere; None: there is none."""
     _inflight_prefills: set[Request]
+    block_size: int
+    defer_block_free: bool
+    """Whether blocks of who leaves stay taken while steps under way may write them."""
     records: Records | None
     """Ours, as the next: KV in 8 bits on the device; None: there is none."""
     place: DevicePlace | None

@@ -108,14 +108,18 @@ class KvSwapper:
         tracked.kept_tokens = 0
 
     def _cost(self, tracked: TrackedRequest, view: RequestView) -> PreemptionCost:
-        """Return what it costs if a running request is preempted now, in seconds."""
+        """Return what it costs if a running request is preempted now, in seconds.
+
+        Copies of a direction cost nothing until one was measured: by a guess that they don't pay none ever would be.
+        """
         request, prices = tracked.request, self._tier.prices
         computed = min(request.num_computed_tokens, request.num_tokens)
+        missing = self._tier.missing_tokens(request.request_id, computed)
         return PreemptionCost(
             wait_s=self._wait_s(tracked, view),
             reuse_s=self._reuse_s(),
-            out_s=prices.store_s(self._tier.missing_tokens(request.request_id, computed)),
-            back_s=prices.load_s(computed),
+            out_s=prices.store_s(missing) if prices.out.known else 0.0,
+            back_s=prices.load_s(computed) if prices.back.known else 0.0,
         )
 
     def _wait_s(self, tracked: TrackedRequest, view: RequestView) -> float:

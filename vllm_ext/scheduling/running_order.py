@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_ext.scheduling.engine_state import tokens_left
 from vllm_ext.scheduling.lazy_heap import LazyHeap
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class RunningOrder:
         self._by_time: LazyHeap[tuple[float, int, Request]] = LazyHeap(self._numbers.__contains__)
         self._by_step: LazyHeap[tuple[float, int, Request]] = LazyHeap(self._numbers.__contains__)
         self._stale: deque[Request] = deque()
+        self._displaced = False
         self.tbt_s: dict[Request, float] = {}
         """TBT objectives of those who have one, in seconds."""
 
@@ -142,8 +144,27 @@ class RunningOrder:
         steps = max(1.0, (until_tokens - request.num_output_tokens) // (1 + self._engine.num_spec_tokens))
         return (self._engine.current_step + steps, number, request)
 
+    def spare_batch(self) -> None:
+        """Let a step that is short of blocks cost those who need one, and not all who run.
+
+        Where a connector loads beside steps under way, vLLM preempts nobody whose steps are not through. The first
+        request that finds no block and all behind it in the list sit such a step out; the next one can preempt the
+        last of them. So who needs no block goes first here, and the worst-ranked stays last. Slots for drafts are not
+        counted: with them such a step may go unnoticed.
+        """
+        engine, running = self._engine, self._engine.running
+        free = self._free_blocks()
+        if not engine.defer_block_free or free >= len(running):
+            return
+        size = engine.block_size
+        needs = {r: tokens_left(r) > -r.num_computed_tokens % size for r in running}
+        if sum(needs.values()) > free:
+            running[:-1] = sorted(running[:-1], key=needs.__getitem__)
+            self._displaced = True
+
     def _sort(self) -> None:
         keys, engine = self.keys, self._engine
+        self._displaced = False
         # A decode may not wait behind the rest of a long prompt, however short its output. But when KV memory is about
         # to run out the back of the list is who leaves, and that must be the worst-ranked.
         if engine._inflight_prefills and (self._stall_free or self._free_blocks() > len(engine.running)):
@@ -185,7 +206,7 @@ class RunningOrder:
     def best(self) -> Request | None:
         """Return the running request of best rank."""
         running = self._engine.running
-        if not running or not self._engine._inflight_prefills:
+        if not running or not (self._displaced or self._engine._inflight_prefills):
             return running[0] if running else None
         known = filter(self.keys.__contains__, running)  # vLLM may ask while some of this step have joined
         return min(known, key=self.keys.__getitem__, default=None)

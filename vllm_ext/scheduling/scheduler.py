@@ -283,6 +283,7 @@ class SteeredScheduler(AsyncScheduler):
             self.ranked.by_arrival = True
             self.running.sort(key=self._ties)
         self._stalled = False
+        self.running_order.spare_batch()
         self.observer.planned(time.perf_counter() - started)
         return plan
 
