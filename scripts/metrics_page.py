@@ -50,7 +50,7 @@ def _metric(made: Any) -> Metric:
 
 def main() -> None:
     """Print the page."""
-    rows = [[f"`{one.name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels), one.text.replace("|", "\\|")]
+    rows = [[f"`{one.name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels), one.text]
             for one in metrics()]  # fmt: skip
     print(_HEAD)
     print(Table(("metric", "type", "labels", ""), rows).markdown(), end="")

@@ -17,6 +17,10 @@ class Unshown(ValueError):
     """A result can't be shown; the message names the file, what is wrong and the remedy."""
 
 
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no figure")
+
+
 class Result:
     """A result that a commit keeps.
 
@@ -27,12 +31,14 @@ class Result:
     def __init__(self, root: Path, name: str) -> None:
         self.name = name
         try:
-            self.data: dict[str, Any] = json.loads((root / RESULTS / name).read_text())
-        except (OSError, ValueError) as error:
+            self.data: dict[str, Any] = json.loads((root / RESULTS / name).read_text(), parse_constant=_refused)
+            if not isinstance(self.data, dict) or "goals" in self.data:
+                raise ValueError("is no result, or one of an earlier version; measure it again")
+            self.metrics: dict[str, float] = dict(self.data.get("metrics", {}))
+            self.claims: list[dict[str, Any]] = list(self.data.get("claims", []))
+            words = shlex.split(str(self.data.get("command", "")))
+        except (OSError, TypeError, ValueError) as error:
             raise Unshown(f"{RESULTS / name} can't be read: {error}") from error
-        self.metrics: dict[str, float] = self.data.get("metrics", {})
-        self.claims: list[dict[str, Any]] = self.data.get("claims", [])
-        words = shlex.split(str(self.data.get("command", "")))
         pairs = [(word, before) for word, before in zip(words, ["", *words], strict=False)
                  if not {word, before} & {*_WHERE_TO}]  # fmt: skip
         self.command = shlex.join(Path(word).name if before in _LOCAL else word for word, before in pairs)

@@ -28,9 +28,12 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_archive_has_kept_and_full_results_and_its_checksum(checkout: Path) -> None:
+def test_the_archive_has_kept_and_full_results_and_its_checksum(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = checkout / "dist" / "r.tar.gz"
     assert results_archive.main([str(out)], checkout) == 0
+    assert "MiB, all details of 1 results, SHA-256" in capsys.readouterr().out
     digest, name = (checkout / "dist" / "r.tar.gz.sha256").read_text().split()
     assert (digest, name) == (hashlib.sha256(out.read_bytes()).hexdigest(), "r.tar.gz")
     with tarfile.open(out) as archive:
@@ -55,6 +58,20 @@ def test_a_full_result_of_another_run_is_refused(checkout: Path, capsys: pytest.
     said = "benchmarks/results/full/repro/x.json: is not the result in benchmarks/results/repro/x.json; delete it\n"
     assert capsys.readouterr().err == said
     assert not (checkout / "r.tar.gz").exists()
+
+
+@pytest.mark.parametrize("name", ["repro/x.json", "full/repro/x.json"])
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_result_is_one_line(checkout: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "benchmarks" / "results" / "full" / "repro" / "x.json").unlink()
+    (checkout / "benchmarks" / "results" / name).write_text(text)
+    assert results_archive.main([str(checkout / "r.tar.gz")], checkout) == 1
+    assert capsys.readouterr().err.startswith(f"benchmarks/results/{name} can't be read: ")
+
+
+def test_a_folder_as_output_is_one_line(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert results_archive.main([str(checkout)], checkout) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:

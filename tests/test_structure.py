@@ -122,11 +122,18 @@ def test_old_words_name_nothing_new(room: str) -> None:
     for name, path in rooms.modules().items():
         if rooms.room_of(name) == room:
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-            used |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-            used |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-            found |= {f"{name}: {word}": OLD_WORDS[word] for word in used & OLD_WORDS.keys()}
+            found |= {f"{name}: {word}": OLD_WORDS[word] for word in names_in(tree) & OLD_WORDS.keys()}
     assert not found, "say instead"
+
+
+def names_in(tree: ast.AST) -> set[object]:
+    """The names that a module gives and uses: `Name.id`, `Attribute.attr`, `arg.arg`, of definitions, of imports."""
+    return {getattr(node, field, None) for node in ast.walk(tree) for field in ("id", "attr", "arg", "name", "asname")}
+
+
+def test_every_kind_of_name_is_looked_at() -> None:
+    text = "import a as b\nfrom c import d\nasync def e(f): g.h(i=1)\nclass j: k = 1\ndef l(): pass\n"
+    assert set("abdefghijkl") <= names_in(ast.parse(text))
 
 
 def shared_tests(file: Path, tree: ast.AST) -> set[str]:
@@ -134,10 +141,11 @@ def shared_tests(file: Path, tree: ast.AST) -> set[str]:
     package = file.relative_to(ROOT).with_suffix("").parts[:-1]
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            target = [*above, *(node.module or "").split(".")]
-            names = {tuple(filter(None, (*target, name.name))) for name in node.names}
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            level = getattr(node, "level", 0)
+            above = package[: len(package) - level + 1] if level else ()
+            target = [*above, *(getattr(node, "module", None) or "").split(".")]
+            names = {tuple(filter(None, (*target, *name.name.split(".")))) for name in node.names}
             for name in names:
                 if name[0] != "tests" or name[:2] == ("tests", "support"):
                     continue
@@ -155,6 +163,7 @@ def test_what_folders_of_tests_share_lies_in_support() -> None:
     file = ROOT / "tests" / "kv" / "int8" / "test_records.py"
     wrong = ast.parse("from tests.kv.parts import a\nfrom ..parts import b\nfrom tests.slo.parts import c\n")
     assert shared_tests(file, wrong) == {"tests.slo.parts.c"}
+    assert shared_tests(file, ast.parse("import tests.slo.parts, tests.support.stub, json\n")) == {"tests.slo.parts"}
 
 
 def test_complexity_is_looked_at_in_all_but_a_few_files() -> None:

@@ -33,6 +33,7 @@ from vllm.platforms import current_platform
 
 from vllm_ext.kernels.paged_attention import cpu
 from vllm_ext.report.claim import Claim
+from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
 from vllm_ext.report.timing import Seconds, check_output, largest_copy, measure, ratio
@@ -165,9 +166,13 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--contexts", type=numbers, default=CONTEXTS, metavar="N,M", help="tokens of a history")
     parser.add_argument("--queries", type=numbers, default=QUERIES, metavar="N,M", help="tokens of a query (sweep)")
-    parser.add_argument("--batch", type=int, default=FIG17_BATCH, help="requests of figure 17 (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=7, help="turns of all subjects (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="needs --wall if more than 1 (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=at_least(1), default=FIG17_BATCH, help="requests of figure 17 (default: %(default)s)"
+    )
+    parser.add_argument("--repeats", type=at_least(1), default=7, help="turns of all subjects (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=at_least(1), default=1, help="needs --wall if more than 1 (default: %(default)s)"
+    )
     parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
     args = parser.parse_args(argv)
     if args.quick:

@@ -25,6 +25,7 @@ import torch
 from torch.nn.functional import layer_norm, linear, relu
 
 from vllm_ext.report.claim import Claim
+from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
 from vllm_ext.report.timing import Seconds, measure, ratio
@@ -95,7 +96,7 @@ def measured(parts: Mapping[str, Mapping[str, Subject]], repeats: int) -> dict[t
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--repeats", type=int, default=31, help="turns of all ways (default: %(default)s)")
+    parser.add_argument("--repeats", type=at_least(1), default=31, help="turns of all ways (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats={args.repeats}: must be at least 1")

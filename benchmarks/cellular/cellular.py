@@ -31,6 +31,7 @@ import torch
 from vllm_ext.cellular.train import trained
 from vllm_ext.experiments.batching import workloads
 from vllm_ext.report.claim import Claim
+from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.results import Result, argument_parser, command, emit
 from vllm_ext.report.table import Table
 
@@ -150,7 +151,7 @@ def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
     parser = argument_parser(__doc__)
     parser.add_argument("--data", type=Path, metavar="DIR", help="with wmt_en_de_10k.tsv.gz and sst_trees_dev.txt.gz")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of the manners (default: %(default)s)")
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="turns of the manners (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats={args.repeats}: must be at least 1")

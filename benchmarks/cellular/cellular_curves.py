@@ -36,6 +36,7 @@ from vllm_ext.experiments.batching import workloads
 from vllm_ext.experiments.batching.curves import HEADER, Point, metrics_of, peak, reductions, rows_of
 from vllm_ext.experiments.batching.merging import MergedBatching, Merging
 from vllm_ext.report.claim import Claim
+from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.plots import Panel, Series, stacked
 from vllm_ext.report.results import Result, argument_parser, command, emit
 from vllm_ext.report.table import Table
@@ -258,7 +259,7 @@ def main(argv: Sequence[str]) -> None:
     """Measure, print, write, draw."""
     parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=4.0, help="arrivals of a load (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="seeds, in turns (default: %(default)s)")
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="seeds, in turns (default: %(default)s)")
     args = parser.parse_args(argv)
     for name in ("seconds", "repeats"):
         if not getattr(args, name) > 0:

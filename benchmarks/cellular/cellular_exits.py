@@ -39,6 +39,7 @@ from vllm_ext.cellular.models import Layers
 from vllm_ext.cellular.scheduler import Batching, Scheduler
 from vllm_ext.experiments.batching.workloads import Data
 from vllm_ext.report.claim import Claim
+from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.results import Result, argument_parser, command, emit
 from vllm_ext.report.table import Table
 
@@ -241,7 +242,7 @@ def goals_of(found: Mapping[str, Mapping[str, float]]) -> list[Claim]:
 def main(argv: Sequence[str]) -> None:
     """Train, measure, print, write."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--repeats", type=int, default=3, help="turns of the manners (default: %(default)s)")
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="turns of the manners (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats={args.repeats}: must be at least 1")

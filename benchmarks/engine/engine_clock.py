@@ -36,6 +36,7 @@ import numpy as np
 from engine_process import run
 
 from vllm_ext.report.claim import Claim
+from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.intervals import interval
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
@@ -294,8 +295,8 @@ def over_base(found: Mapping[str, Mapping[int, Times]], name: str, measure: str)
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=1600, help="of a seed (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--requests", type=at_least(1), default=1600, help="of a seed (default: %(default)s)")
+    parser.add_argument("--seeds", type=at_least(1), default=3, help="(default: %(default)s)")
     parser.add_argument("--rows", default="; ".join(ROWS), help="semicolon list (default: %(default)s)")
     args = parser.parse_args(argv)
     if min(args.requests, args.seeds) < 1:

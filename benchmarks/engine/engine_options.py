@@ -19,19 +19,7 @@ Option = tuple[str, Callable[[str], Any], Any, str]
 """Name, type, default and help; a default worth showing is shown."""
 
 
-def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
-    return _at_least(1, text)
-
-
-def _not_negative(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    if (value := int(text)) < least:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
-    return value
+positive, _not_negative = common_flags.at_least(1), common_flags.at_least(0)
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -131,16 +131,15 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     common_flags.add(parser, "out", "quick", "seed")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of the same requests (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=common_flags.at_least(1), default=2, help="runs of the same requests (default: %(default)s)"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recordings there")
     parser.add_argument(
         "--from", dest="recorded", type=Path, metavar="FOLDER", help="judge the recordings that --keep left there"
     )
     parser.add_argument("--note", default="", help="why a goal is missed, if one is; put before the measured facts")
-    args, rest = parser.parse_known_args(list(argv))
-    if args.repeats < 1:
-        parser.error(f"--repeats={args.repeats}: must be at least 1")
-    return args, rest
+    return parser.parse_known_args(list(argv))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from kv_quant_model import FULL, QUICK, Trained, trained
 
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.report.claim import Claim
+from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
 from vllm_ext.report.timing import largest_copy
@@ -133,8 +134,10 @@ def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
     parser = argument_parser(__doc__)
     parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
-    parser.add_argument("--repeats", type=int, default=21, help="turns of copy and 8 bits (default: %(default)s)")
-    parser.add_argument("--sequences", type=int, default=128, help="of held-out text (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=21, help="turns of copy and 8 bits (default: %(default)s)"
+    )
+    parser.add_argument("--sequences", type=at_least(1), default=128, help="of held-out text (default: %(default)s)")
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="where models are kept (default: the cache)")
     args = parser.parse_args(argv)
     if min(args.repeats, args.sequences) < 1:

@@ -33,6 +33,7 @@ from ordering_scenes import AGAIN, MEASURES, NEED_PREDICTIONS, SCENES, SYSTEMS, 
 
 from vllm_ext.envs import cache_dir
 from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.intervals import MIN_SEEDS
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
@@ -106,7 +107,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; what it names must be there."""
     parser = argument_parser(__doc__, "jobs")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of recorded workloads")
-    parser.add_argument("--seeds", type=int, help=f"how many seeds (default: {SEEDS}; quick: 1)")
+    parser.add_argument("--seeds", type=at_least(1), help=f"how many seeds (default: {SEEDS}; quick: 1)")
     parser.add_argument("--duration", type=float, metavar="S", help="seconds of arrivals (default: by workload)")
     parser.add_argument("--workloads", help=f"comma list of {', '.join(SCENES)} (default: all)")
     parser.add_argument("--systems", help=f"semicolon list of {'; '.join(SYSTEMS)} (default: all)".replace("%", "%%"))

@@ -140,3 +140,6 @@ def test_a_grid_of_made_up_conversations_is_measured_and_written(
     with pytest.raises(SystemExit):
         ordering.main([*argv, "--workloads", "nothing"])
     assert "--workloads=nothing: must be among sharegpt" in capsys.readouterr().err
+    for wrong in (("--jobs", "0"), ("--seed", "-1"), ("--seeds", "0")):
+        with pytest.raises(SystemExit, match="2"):
+            ordering.main([*argv, *wrong])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.extent import HANG_S
 from vllm_ext.cli.main import COMMANDS, main, module_of
 
 
@@ -34,6 +38,26 @@ def test_arguments_after_the_name_belong_to_the_command(capsys: pytest.CaptureFi
         main(["doctor", "--help"])
     assert stopped.value.code == 0
     assert "usage: vllm-ext doctor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["options"], ["repro", "--list"]], ids=" ".join)
+def test_output_that_nobody_reads_ends_the_command_quietly(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert run_into(writer, arguments) == (141, "")
+
+
+def test_output_that_does_not_fit_is_one_line() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert run_into(full, ["options"]) == (3, "vllm-ext: [Errno 28] No space left on device\n")
+
+
+def run_into(descriptor: int, arguments: list[str]) -> tuple[int, str]:
+    """Run the command with its standard output there; return its status and what it said."""
+    run = [sys.executable, "-m", "vllm_ext.cli.main", *arguments]
+    with os.fdopen(descriptor) as file:
+        ended = subprocess.run(run, stdout=file, stderr=subprocess.PIPE, text=True, check=False, timeout=HANG_S)
+    return ended.returncode, ended.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["docter"]], ids=["none", "unknown"])

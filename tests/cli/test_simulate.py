@@ -140,6 +140,13 @@ def test_files_of_several_systems_have_their_names_and_one_plot_shows_all(tmp_pa
     assert {file.name for file in tmp_path.iterdir()} == {"r.fcfs.csv.gz", "r.alise.csv.gz", "p.svg"}
 
 
+def test_plot_with_nothing_to_show_leaves_the_result(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main([*SMALL, "--max-time", "1e-300", "--cdf", str(tmp_path / "cdf.png"), "--quiet"])
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["metrics"]["unfinished_requests"] == 0
+    assert shown.err == f"--cdf {tmp_path / 'cdf.png'}: no request finished, nothing is drawn\n"
+
+
 def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> SimulationSpec:
     assert main([*flags, "--print-spec"]) == 0
     return SimulationSpec.model_validate_json(capsys.readouterr().out)
@@ -191,6 +198,9 @@ def test_printed_spec_describes_the_same_run_and_what_is_no_json_is_named_with_i
     file.write_text('{"engine":\n {]}')
     assert main(["--spec", str(file)]) == 2
     assert f"--spec {file}: line 2: not JSON" in capsys.readouterr().err
+    file.write_text("[]")
+    assert main(["--spec", str(file)]) == 2
+    assert f"--spec {file}: must hold an object" in capsys.readouterr().err
     spec = printed(capsys, *CROWDED, "--system", "alise", "--slo", "ttft=1,tbt=0.5")
     file.write_text(spec.model_dump_json())
     assert printed(capsys, "--spec", str(file)) == spec
@@ -234,8 +244,18 @@ def test_policy_and_other_options_go_together(capsys: pytest.CaptureFixture[str]
         (["--num-blocks", "4", "--num-requests", "3"], ["max_model_len=2048", "48 tokens"]),
         (["--num-request", "4"], ["--num-request"]),
         (["--policy", "none.py:Mine"], ["--policy: engine.options.policies='none.py:Mine'"]),
+        (["--arrivals", "gamma", "--set", "workload.cv=1e300"], ["workload.cv=1e+300", "1000"]),
+        (["--set", f"workload.cv={'[' * 60_000}"], ["workload.cv='[[", "must be a valid number"]),
+        (["--system", "alise", "--set", "engine.options.kv_tier.gib=1e400"], ["engine.options.kv_tier.gib=inf"]),
+        (["--max-time", "inf"], ["--max-time", "finite"]),
+        (["--num-blocks", "99999999999999999999"], ["--num-blocks", "16777216"]),
+        (["--cost-file", "/", "--num-requests", "3"], ["--cost-file: cost.file='/'", "Is a directory"]),
+        (["--out", ""], ["--out: '': must be a file"]),
+        (["--out", "/"], ["--out: /: must be a file"]),
+        (["--out", f"{__file__}/x.json"], ["--out", f"{__file__} must be a folder that can be written to"]),
+        (["--plot", "x.pdf"], ["--plot: x.pdf: must end in .png, .svg"]),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else str(value),
 )
 def test_what_is_wrong_is_one_line_that_names_it(
     flags: list[str], says: list[str], capsys: pytest.CaptureFixture[str]

@@ -219,11 +219,12 @@ def test_axis_takes_a_json_list_of_anything(tmp_path: Path, capsys: pytest.Captu
         (["--axis", "workload.rate_per_s"], ["--axis workload.rate_per_s", "PATH=A,B"]),
         (["--axis", "workload.rate_per_s=1,0"], ["--rate", "workload.rate_per_s=0", "greater than 0"]),
         (["--axis", "engine.system=fcfs,nope"], ["--system", "nope", "alise"]),
-        (["--repeats", "0", "--axis", "workload.seed=1"], ["repeats=0"]),
+        (["--repeats", "0"], ["--repeats: 0: must be a whole number of at least 1"]),
+        (["--repeats", "2", "--plot", "x.pdf"], ["--plot: x.pdf: must end in .png, .svg"]),
         (["--capacity"], ["constraints", "at least one"]),
         (["--capacity", "--constraint", "tbt_p99_ms"], ["tbt_p99_ms", "<="]),
         (["--probes", "1", "--axis", "workload.seed=1,2"], ["--probes", "--capacity"]),
-        (["--jobs", "0", "--axis", "workload.seed=1,2", "--num-requests", "1"], ["jobs=0"]),
+        (["--jobs", "0", "--axis", "workload.seed=1,2", "--num-requests", "1"], ["--jobs: 0"]),
         (["--sweep", "none.json"], ["--sweep", "none.json"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
@@ -231,7 +232,11 @@ def test_axis_takes_a_json_list_of_anything(tmp_path: Path, capsys: pytest.Captu
 def test_what_is_wrong_is_one_line_that_names_it(
     flags: list[str], says: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*flags, "--dir", str(tmp_path / "sweep")]) == 2
+    try:
+        status: object = main([*flags, "--dir", str(tmp_path / "sweep")])
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 1

@@ -218,6 +218,15 @@ def test_a_command_is_shown_without_what_belongs_to_the_machine_that_ran_it(chec
     assert result_file.Result(checkout, "x.json").command == "python benchmarks/x.py --dataset a.jsonl.gz --quick"
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", '{"command": "a \'"}', '{"claims": null}', '{"metrics": {"a": NaN}}', '{"goals": []}']
+)
+def test_what_is_no_result_is_named(checkout: Path, text: str) -> None:
+    (checkout / "benchmarks" / "results" / "x.json").write_text(text)
+    with pytest.raises(result_file.Unshown, match=r"^benchmarks/results/x.json can't be read: "):
+        result_file.Result(checkout, "x.json")
+
+
 @pytest.mark.parametrize("name", result_tables.TABLES)
 def test_every_table_is_on_a_page_and_has_a_header(name: str) -> None:
     assert any(f"<!-- table: {name} -->" in page.read_text() for page in PAGES)

@@ -141,11 +141,15 @@ def test_documentation_shows_paper_ours_and_ratio_of_each_result(tmp_path: Path)
     assert "| rate ratio | 2 | 3 | 1.50 | yes |" in text
     assert "| rate ratio | 2 | 1 | 0.50 | no: a reason |" in text
     assert text.count("Measured with `--quick`") == 1
+    made = report.result(STUDY, findings(claim(paper=0.0)), command="x", seed=0, quick=False)
+    (tmp_path / "a.json").write_text(made.to_json(), encoding="utf-8")
+    assert "| rate ratio | 0 | 3 | - | yes |" in report.documentation([tmp_path / "a.json"])
     assert "- no GPU" in text
 
 
-def test_documentation_of_something_else_is_refused_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text('{"config": {}}', encoding="utf-8")
+@pytest.mark.parametrize("content", [b'{"config": {}}', b'{"config', b'{"\xff": 1}', b"[]"])
+def test_documentation_of_something_else_is_refused_with_the_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "other.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"other\.json is not the result of a reproduction"):
         report.documentation([tmp_path / "other.json"])
 
@@ -196,6 +200,13 @@ def test_list_shows_ids_and_an_unknown_id_names_them(capsys: pytest.CaptureFixtu
     assert "alise-fig6" in capsys.readouterr().out
     assert command.main(["nonsense"]) == 2
     assert "alise-fig6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--seed", "-1"), ("--jobs", "0"), ("--cache", __file__), ("--out-dir", __file__)])
+def test_wrong_flag_is_one_line_and_status_2(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["alise-fig6", *flags])
+    assert capsys.readouterr().err.startswith(f"vllm-ext repro: argument {flags[0]}: {flags[1]}: ")
 
 
 def three_requests(runner: Runner) -> Findings:

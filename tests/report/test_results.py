@@ -64,6 +64,11 @@ def test_a_missed_goal_without_a_reason_is_refused() -> None:
         make_result(claims=[Claim(name="m", value=2.0, op="<=", goal=1.0)])
 
 
+def test_value_of_a_claim_must_be_finite() -> None:
+    with pytest.raises(ValueError, match=r"claims\[m\]\[value\]=nan: must be a finite number"):
+        make_result(claims=[Claim(name="m", value=float("nan"), goal=1.0, why="nothing ran")])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "3", True])
 def test_metric_must_be_a_finite_number(value: Any) -> None:
     with pytest.raises(ValueError, match=r"metrics\[x_ms\]"):

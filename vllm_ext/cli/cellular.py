@@ -179,7 +179,9 @@ def _parser() -> Parser:
     train.add_argument("--steps", type=int, default=400, metavar="N", help="training steps (default: %(default)s)")
     train.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER", help="such as hidden=128")
     profile.add_argument("--batches", type=_batches, default=list(_BATCHES), metavar="N,M", help="such as 1,64,512")
-    profile.add_argument("--repeats", type=int, default=7, metavar="N", help="measurements of each (default: 7)")
+    profile.add_argument(
+        "--repeats", type=common_flags.at_least(1), default=7, metavar="N", help="measurements of each (default: 7)"
+    )
     profile.add_argument("--out", type=Path, metavar="FILE", help="write the profile to FILE")
     demo.add_argument("--max-batch", type=int, default=4, metavar="N", help="largest batch (default: %(default)s)")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")

@@ -54,6 +54,7 @@ def guarded(
 
     Raises:
         ModuleNotFoundError: `cli.main` says what to install.
+        BrokenPipeError: nobody reads the output any more, which `cli.main` ends quietly.
     """
     args = parser.parse_args(list(argv))
     args.command_line = [*parser.prog.split(), *argv]
@@ -63,7 +64,7 @@ def guarded(
     caught: tuple[type[Exception], ...] = (*failures, ValueError, OSError, ImportError)
     try:
         return body(args)
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, BrokenPipeError):
         raise
     except caught as error:
         if isinstance(error, failures) and not isinstance(error, UsageError):

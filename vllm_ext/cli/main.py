@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -47,6 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            if sys.stdout is not None:  # closed
+                sys.stdout.flush()
+    except OSError as error:  # of standard output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail too
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"vllm-ext: {error}", file=sys.stderr)
+        return command.FAILED
+
+
+def _run(arguments: Sequence[str]) -> int:
     # argparse sees the subcommand's name only: the arguments after it belong to the subcommand's own parser.
     name = _parser().parse_args(arguments[:1]).command
     try:

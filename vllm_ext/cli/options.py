@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if parser.parse_args(argv).markdown:
         print(_HEAD)
         rows = [[f"`{one.name}`", ", ".join(f"`{flag}`" for flag in one.flags.split(", ") if flag),
-                 one.allowed.replace("|", "\\|"), one.default, one.meaning.replace("``", "`").replace("|", "\\|")]
+                 one.allowed, one.default, one.meaning.replace("``", "`")]
                 for one in options()]  # fmt: skip
         print(Table(("option", "flag", "allowed", "default", "what it does"), rows).markdown(), end="")
         return 0

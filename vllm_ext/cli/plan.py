@@ -122,7 +122,7 @@ def _loads(text: str) -> tuple[float, ...]:
         loads = tuple(sorted({float(part) for part in text.split(",")}))
     except ValueError:
         loads = ()
-    if not loads or not 0 < loads[0] <= evidence.JUDGED_UP_TO or loads[-1] > 100:
+    if not loads or not all(0 < load <= 100 for load in loads) or loads[0] > evidence.JUDGED_UP_TO:
         raise UsageError(f"--loads {text}: must be numbers above 0, one of them at most 1, separated by commas")
     return loads
 
@@ -333,7 +333,10 @@ def _parser() -> Parser:
         "--tolerance", type=_tolerance, default=0.05, metavar="SHARE",
         help="by how much the P99 of the end-to-end latency may get worse (default: 0.05)",
     )  # fmt: skip
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the settings for vllm serve --ext-tuned FILE")
+    parser.add_argument(
+        "--save", type=common_flags.output_file(), metavar="FILE",
+        help="write the settings for vllm serve --ext-tuned FILE",
+    )  # fmt: skip
     spec_flags.add_arguments(parser, systems=False)
     common_flags.add(
         parser, "jobs", "cache", "out", "json", quiet="no line per simulation",

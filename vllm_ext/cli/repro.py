@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ext.cli.command import FAILED, Failed, Parser, UsageError, guarded, need
 from vllm_ext.report import common_flags, provenance, results
-from vllm_ext.report.provenance import check_committed, result_path
+from vllm_ext.report.provenance import check_committed
 
 if TYPE_CHECKING:
     from vllm_ext.experiments.experiment import Experiment
@@ -74,6 +74,8 @@ def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
         if out is not None:
             for plot in findings.plots:
                 plot.draw(out.with_name(f"{out.stem}{plot.suffix}.png"))
+    except BrokenPipeError:
+        raise
     except (RunFailed, OSError, ValueError) as error:
         print(f"{args.parser.prog} {experiment.id}: {error}", file=sys.stderr)
         return FAILED
@@ -102,7 +104,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("id", nargs="*", help="reproductions to run, or all")
     parser.add_argument("--list", action="store_true", help="list them")
-    parser.add_argument("--out-dir", type=result_path, metavar="DIR", help="write DIR/ID.json for each")
+    parser.add_argument("--out-dir", type=common_flags.output_folder, metavar="DIR", help="write DIR/ID.json for each")
     parser.add_argument("--document", action="store_true", help=f"in a checkout: make {DOCUMENT} from {RESULTS}")
     common_flags.add(
         parser, "seed", "jobs", "cache", "json", quiet="no line per simulation",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vllm_ext.cli import left_out, spec_flags
-from vllm_ext.cli.command import FAILED, Parser, UsageError, guarded, need
+from vllm_ext.cli.command import FAILED, Parser, guarded, need
 from vllm_ext.report import common_flags, plots, results
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.table import Table
@@ -33,15 +33,13 @@ SHOWN = (
 TRACE_EVENTS = 1_000_000
 """Events kept for a trace where the description does not say."""
 _TABLES = (".csv", ".csv.gz", ".parquet")
-_FIGURES = (".png", ".svg")
 _FILES = {
     "requests": ("a row per request", _TABLES),
     "series": ("running, waiting, KV used ... over time", _TABLES),
     "trace": ("a trace for ui.perfetto.dev", (".json", ".json.gz")),
-    "plot": ("running, waiting and KV used over time", _FIGURES),
-    "cdf": ("distribution of the normalised latency", _FIGURES),
+    "cdf": ("distribution of the normalised latency", (".png", ".svg")),
 }
-"""Files that may be asked for, and how their names may end."""
+"""Files that may be asked for beside the plot, and how their names may end."""
 
 Found = Mapping[str, Mapping[str, float]]
 """Metrics of each system."""
@@ -63,22 +61,18 @@ def _simulate(args: argparse.Namespace) -> int:
     if not args.quiet:
         print(*(f"{note}\n" for note in workload.source.notes), sep="", end="", file=sys.stderr)
     runs = {spec.engine.system: _run(spec, args.quiet) for spec in specs}
-    _write_files(args, runs)
     found = {system: summarise(run) for system, run in runs.items()}
     incomplete = left_out.lines(found.values(), specs[0], workload)
     tables = [] if args.quiet else [table(found, every=args.all_metrics), *_why_no_difference(specs, found)]
     metrics, baselines = _beside_the_first(found)
     made = spec_flags.result("simulate", args.command_line, specs[0], workload, described, metrics, baselines)
     results.emit(made, [*tables, *incomplete], args.out, as_json=args.json)
+    _write_files(args, runs)
     return FAILED if incomplete else 0
 
 
 def _specs(args: argparse.Namespace) -> list[SimulationSpec]:
-    """One description per system, checked; also checks the names of the files to write."""
-    for option, (_, suffixes) in _FILES.items():
-        path: Path | None = getattr(args, option)
-        if path is not None and not path.name.endswith(suffixes):
-            raise UsageError(f"--{option} {path}: must end in {', '.join(suffixes)}")
+    """One description per system, checked."""
     base = spec_flags.base_spec(args)
     if args.trace is not None and not base.record.events:
         base = with_values(base, {"record.events": TRACE_EVENTS})
@@ -167,7 +161,10 @@ def _write_files(args: argparse.Namespace, runs: Mapping[str, RunData]) -> None:
             latency_s = export.requests_frame(run).loc[run.finished(), "normalised_latency_s_per_token"]
             with contextlib.suppress(ValueError):  # nothing finished under this system
                 curves.append(plots.empirical_cdf(system, latency_s * 1000))
-        plots.cdf(curves, args.cdf, xlabel="normalised latency (ms/token)", log_x=True)
+        if curves:
+            plots.cdf(curves, args.cdf, xlabel="normalised latency (ms/token)", log_x=True)
+        else:
+            print(f"--cdf {args.cdf}: no request finished, nothing is drawn", file=sys.stderr)
 
 
 def _own_path(path: Path | None, system: str, runs: Mapping[str, RunData]) -> Path | None:
@@ -187,10 +184,9 @@ def _parser() -> Parser:
     )
     spec_flags.add_arguments(parser)
     output = parser.add_argument_group("output; with several systems, files of single runs get the system's name")
-    texts = {name: f"{what} ({', '.join(suffixes)})" for name, (what, suffixes) in _FILES.items()}
-    drawn = texts.pop("plot")
-    for name, text in texts.items():
-        output.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
+    for name, (what, endings) in _FILES.items():
+        text = f"{what} ({', '.join(endings)})"
+        output.add_argument(f"--{name}", type=common_flags.output_file(*endings), metavar="FILE", help=text)
     output.add_argument("--all-metrics", action="store_true", help="all metrics in the table, not only the main ones")
-    common_flags.add(parser, "out", "json", "quiet", plot=drawn)
+    common_flags.add(parser, "out", "json", "quiet", plot="running, waiting and KV used over time (.png, .svg)")
     return parser

@@ -128,10 +128,12 @@ def systems_of(args: argparse.Namespace, spec: SimulationSpec) -> list[str]:
     return systems
 
 
-def read_json(path: Path, flag: str) -> Any:
-    """Read a JSON file; a `UsageError` names the flag, the file and the line."""
+def read_json(path: Path, flag: str) -> dict[str, Any]:
+    """Read a JSON object from a file; a `UsageError` names the flag, the file and the line."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
+            return found
+        problem = "must hold an object"
     except json.JSONDecodeError as error:
         problem = f"line {error.lineno}: not JSON: {error.msg}"
     except RecursionError as error:
@@ -145,7 +147,7 @@ def json_or_text(text: str) -> Any:
     """Read a value as JSON; what is none is a text, so that names need no quotes."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return text
 
 

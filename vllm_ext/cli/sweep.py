@@ -176,7 +176,9 @@ def _parser() -> Parser:
     what = parser.add_argument_group("what varies")
     what.add_argument("--sweep", type=Path, metavar="FILE", help="JSON description of a sweep; flags win over it")
     what.add_argument("--axis", action="append", default=[], metavar="PATH=A,B", help="values of a field; repeatable")
-    what.add_argument("--repeats", type=int, metavar="N", help="runs of each combination with seeds of their own")
+    what.add_argument(
+        "--repeats", type=common_flags.at_least(1), metavar="N", help="runs of each combination with seeds of their own"
+    )
     what.add_argument(
         "--constraint", action="append", default=[], metavar="METRIC<=X", help="what runs should meet; repeatable"
     )

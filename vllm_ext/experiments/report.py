@@ -56,7 +56,13 @@ _HEADER = ("figure", "paper", "ours", "ours / paper", "reached")
 
 def _row(claim: Mapping[str, Any]) -> tuple[object, ...]:
     reached = "yes" if claim["met"] else f"no: {claim['note'] or _SEE}"
-    return claim["name"], float(claim["goal"]), float(claim["value"]), claim["value"] / claim["goal"], reached
+    return (
+        claim["name"],
+        float(claim["goal"]),
+        float(claim["value"]),
+        claim["value"] / claim["goal"] if claim["goal"] else None,
+        reached,
+    )
 
 
 def documentation(files: Sequence[Path], experiments: Iterable[str] = ()) -> str:
@@ -72,10 +78,9 @@ def documentation(files: Sequence[Path], experiments: Iterable[str] = ()) -> str
     missing = sorted(set(experiments) - {file.stem for file in files})
     parts = [_HEAD, _MISSING.format(", ".join(f"`{experiment}`" for experiment in missing))] if missing else [_HEAD]
     for file in sorted(files):
-        raw = json.loads(file.read_text(encoding="utf-8"))
         try:
-            parts.append(_section(raw, file.stem))
-        except (KeyError, TypeError) as error:
+            parts.append(_section(json.loads(file.read_text(encoding="utf-8")), file.stem))
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file.name} is not the result of a reproduction: {error!r}") from error
     return "\n".join(parts)
 
@@ -101,7 +106,8 @@ def _section(raw: dict[str, Any], stem: str) -> str:
     rows = []
     for claim in raw["claims"]:
         name, paper, ours, ratio, reached = _row(claim)
-        rows.append((f"**{name}**" if claim["headline"] else name, paper, ours, f"{ratio:.2f}", reached))
+        shown = None if ratio is None else f"{ratio:.2f}"
+        rows.append((f"**{name}**" if claim["headline"] else name, paper, ours, shown, reached))
     lines.append(Table(_HEADER, rows).markdown().rstrip())
     lines += ["", "Not as in the paper:", ""]
     lines += [f"- {difference}" for difference in config["differences"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +37,56 @@ def add(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, 
             group.add_argument(f"--{name}", **options | ({"help": helps[name]} if helps.get(name) else {}))
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of a flag that is a count."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least {least}")
+        return int(text)
+
+    return count
+
+
+def output_file(*endings: str) -> Callable[[str], Path]:
+    """Return the type of a flag that names a file to write, refused before the work if it can't be written."""
+
+    def file(text: str) -> Path:
+        path = output_folder(os.path.dirname(text)) / os.path.basename(text)
+        if not path.name.endswith(endings or ("",)):
+            raise argparse.ArgumentTypeError(f"{text}: must end in {', '.join(endings)}")
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text or repr(text)}: must be a file, not a folder")
+        return path
+
+    return file
+
+
+def output_folder(text: str) -> Path:
+    """Return the folder that a flag names; refused if it can't be written to, or made."""
+    path = result_path(text)  # nor if it holds results of sources that are not committed
+    there = next(one for one in (path, *path.absolute().parents) if os.path.exists(one))
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise argparse.ArgumentTypeError(f"{path}: {there} must be a folder that can be written to")
+    return path
+
+
 def _flags() -> dict[str, dict[str, Any]]:
     return {
-        "out": {"type": result_path, "metavar": "FILE", "help": "also write the JSON result to FILE"},
-        "plot": {"type": Path, "metavar": "FILE"},
+        "out": {"type": output_file(), "metavar": "FILE", "help": "also write the JSON result to FILE"},
+        "plot": {"type": output_file(".png", ".svg"), "metavar": "FILE"},
         "json": {"action": "store_true", "help": "print the result as JSON to a terminal too; a pipe gets it anyway"},
         "quiet": {"action": "store_true", "help": "no progress and no table"},
         "quick": {"action": "store_true", "help": "the same measurement on less data, below a minute"},
-        "seed": {"type": int, "default": 0, "help": "seed of every random generator (default: 0)", "metavar": "N"},
+        "seed": {
+            "type": at_least(0), "default": 0, "metavar": "N", "help": "seed of every random generator (default: 0)"
+        },
         "jobs": {
-            "type": int, "default": os.cpu_count() or 1, "metavar": "N",
+            "type": at_least(1), "default": os.cpu_count() or 1, "metavar": "N",
             "help": "simulations at a time (default: one per core)",
         },
         "cache": {
-            "type": Path, "default": cache_dir() / "points", "metavar": "DIR",
+            "type": output_folder, "default": cache_dir() / "points", "metavar": "DIR",
             "help": "where finished simulations are kept, so that the same command goes on after an interruption "
             "(default: the cache of vllm-ext)",
         },

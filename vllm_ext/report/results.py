@@ -82,7 +82,9 @@ class Result:
     """Processor, cores, memory, accelerator."""
 
     def __post_init__(self) -> None:
-        for label, values in (("metrics", self.metrics), *((f"baselines[{k}]", v) for k, v in self.baselines.items())):
+        claimed = ((f"claims[{claim.name}]", {"value": claim.value, "goal": claim.goal}) for claim in self.claims)
+        baselines = ((f"baselines[{name}]", values) for name, values in self.baselines.items())
+        for label, values in (("metrics", self.metrics), *baselines, *claimed):
             for key, value in values.items():
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
                     raise ValueError(

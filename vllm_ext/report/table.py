@@ -18,6 +18,11 @@ class Table:
     title: str = ""
     """Stands above the text."""
 
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.header):
+                raise ValueError(f"rows: {len(row)} cells in {row!r:.80}, {len(self.header)} in the header")
+
     def __str__(self) -> str:
         """Return plain text: columns of numbers to the right, others to the left."""
         cells = self._cells()
@@ -32,7 +37,8 @@ class Table:
 
     def markdown(self) -> str:
         """Return Markdown; every line ends in a newline."""
-        first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in self._cells())
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in self._cells()]
+        first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in rows)
         return "".join([first, "|" + "---|" * len(self.header) + "\n", *others])
 
     def _cells(self) -> list[list[str]]:

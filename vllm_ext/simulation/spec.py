@@ -41,7 +41,7 @@ class KvOffloadSpec(BaseModel):
 class EngineSpec(BaseModel):
     """The engine's settings, named and defaulted as by vLLM 0.32 for online serving on the simulated device."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     system: str = "fcfs"
     """``upstream-fcfs`` or ``upstream-priority`` for vLLM alone, or what ``--scheduler-cls`` takes."""
@@ -57,8 +57,10 @@ class EngineSpec(BaseModel):
     """Longest sequence, in tokens; longer prompts are rejected. None: the longest context the model was made for."""
     block_size: Annotated[int, Flag()] = Field(default=16, ge=1)
     """Tokens per KV block."""
-    num_blocks: Annotated[int | None, Flag("--num-blocks --num-gpu-blocks-override")] = Field(default=None, ge=2)
-    """KV blocks; None: what the hardware's memory holds beside weights and activations."""
+    num_blocks: Annotated[int | None, Flag("--num-blocks --num-gpu-blocks-override")] = Field(
+        default=None, ge=2, le=2**24
+    )
+    """KV blocks, for each of which vLLM makes an object; None: what the memory holds beside weights and activations."""
     prefix_caching: Annotated[bool, Flag()] = True
     """Reuse the KV of equal prefixes."""
     async_scheduling: Annotated[bool, Flag()] = True
@@ -92,7 +94,9 @@ class RecordSpec(BaseModel):
 class SimulationSpec(BaseModel):
     """One run: who asks for what, what serves it, and on which hardware."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
 
     engine: EngineSpec = EngineSpec()
     hardware: HardwareSpec = HardwareSpec()

@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from pydantic import ValidationError
 
 from vllm_ext.cli import simulate
+from vllm_ext.config import ConfigError
 from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.cost.roofline import Roofline
@@ -88,7 +89,7 @@ def test_constant_and_fitted_are_built_from_their_fields(tmp_path: Path) -> None
 
 
 def test_a_missing_file_is_an_error_when_it_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(ConfigError, match=r"cost\.file=.*nowhere"):
         build(HardwareSpec().resolve(), CostSpec(kind="fitted", file=str(tmp_path / "nowhere.json")))
 
 

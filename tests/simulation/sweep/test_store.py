@@ -123,8 +123,13 @@ def test_key_depends_on_the_policies_that_are_named_and_what_they_import_beside_
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda raw: raw[: len(raw) // 2], lambda raw: b"no database at all" * 100, lambda raw: raw[:100]],
-    ids=["cut off", "another file", "a header only"],
+    [
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: b"no database at all" * 100,
+        lambda raw: raw[:100],
+        lambda raw: raw.replace(b", metrics text)", b", metrixx text)"),
+    ],
+    ids=["cut off", "another file", "a header only", "another table"],
 )
 def test_damaged_file_is_reported_set_aside_and_made_anew(
     tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture

@@ -180,8 +180,8 @@ class Fitted:
             OSError: there is no such file, or it can't be read.
             ValueError: it is neither, or damaged; the message names file and field. The file is left alone.
         """
-        text = path.read_text(encoding="utf-8")
         try:
+            text = path.read_text(encoding="utf-8")
             raw: Any = json.loads(text)
         except ValueError as error:
             raise ValueError(f"{path}: damaged, not a JSON file ({error})") from error

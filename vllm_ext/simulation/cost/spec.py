@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.model import Flag
 from vllm_ext.simulation.cost.devices import Device, find_device
 from vllm_ext.simulation.cost.fitted import Fitted
@@ -26,7 +27,7 @@ _GIB = 1 << 30
 class HardwareSpec(BaseModel):
     """Which model runs on which devices."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     model: Annotated[str, Flag(metavar="NAME|PATH|ID")] = "opt-13b"
     """A name of the model table, a folder with a Hugging Face ``config.json``, or an id whose configuration is in the
@@ -124,7 +125,7 @@ class Hardware(NamedTuple):
 class CostSpec(BaseModel):
     """Which cost model, and its parameters."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     kind: Annotated[Literal["roofline", "fitted", "constant"], Flag("--cost")] = "roofline"
     """How long a step takes: by a model of the hardware, by a profile of it, or always the same."""
@@ -182,13 +183,15 @@ def build(hardware: Hardware, cost: CostSpec) -> CostModel:
     """Return the cost model that is asked for.
 
     Raises:
-        OSError: a file that is named can't be read.
-        ValueError: it is damaged.
+        ConfigError: a file that is named can't be read, or is damaged.
     """
     if cost.kind == "constant":
         return Fitted.constant(cost.step_s, cost.host_step_s)
     if cost.file is not None:
-        return Fitted.load(Path(cost.file), cost.host_step_s)
+        try:
+            return Fitted.load(Path(cost.file), cost.host_step_s)
+        except (OSError, ValueError) as error:
+            raise ConfigError("cost.file", cost.file, str(error), root="") from error
     return Roofline(
         hardware.model,
         cost.apply(hardware.device),

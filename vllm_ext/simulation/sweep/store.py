@@ -161,6 +161,8 @@ def _opened(path: Path) -> sqlite3.Connection:
         if (found := rows.execute("pragma quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(found)
         rows.execute("create table if not exists runs (key text primary key, spec text, metrics text)")
+        if (names := [column[1] for column in rows.execute("pragma table_info(runs)")]) != ["key", "spec", "metrics"]:
+            raise sqlite3.DatabaseError(f"its table has the columns {', '.join(names)}")
     except BaseException:
         rows.close()
         raise

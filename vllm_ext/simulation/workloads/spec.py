@@ -148,7 +148,7 @@ class WorkloadSpec(SourceSpec):
     ``num_requests`` and ``duration_s`` take. Others than these, ``poisson`` and ``gamma`` have no rate."""
     rate_counts: Literal["sessions", "requests"] = "sessions"
     """Conversations: whether ``rate_per_s`` is of their first turns, or of all turns expected (Pensieve's)."""
-    cv: float = Field(default=1.0, gt=0)
+    cv: float = Field(default=1.0, ge=1e-3, le=1e3)
     """``gamma``: coefficient of variation of the gaps between arrivals."""
     clients: Annotated[int, Flag()] = Field(default=1, ge=1)
     """``closed-loop``: how many send their next request when the last has ended and they have thought."""
