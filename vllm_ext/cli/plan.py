@@ -82,14 +82,14 @@ def _plan(args: argparse.Namespace) -> int:
         except NoAnswer as error:
             raise Failed(str(error)) from error
     made = _result(args, base, saturated, found, coarse, unsure, workload)
-    if args.plot is not None:
-        _draw(found, saturated, base, args.plot)
-    if args.save is not None:
-        tuned.save(_tuned(args, base, found, saturated, workload), args.save)
     everything = [metrics for runs in found.tried.metrics.values() for metrics in runs.values()]
     incomplete = left_out.lines(everything, base, workload)
     said = [_table(found, saturated), *incomplete, "", *_advice(found, saturated, coarse, unsure, base)]
     results.emit(made, said, args.out, as_json=args.json)
+    if args.plot is not None:
+        _draw(found, saturated, base, args.plot)
+    if args.save is not None:
+        tuned.save(_tuned(args, base, found, saturated, workload), args.save)
     return FAILED if found.tried.failed or incomplete else 0
 
 
