@@ -137,7 +137,7 @@ def doubt(bench: Bench, parts: Parts, objective: Objective, choice: Candidate, o
     part, found = parts.search.head(500), dict[str, int]()
     for name, factor in ((name, factor) for name in _CONSTANTS for factor in (1 - _WRONG_BY, 1 + _WRONG_BY)):
         changed = _with_constant(bench, name, factor)
-        saturated = saturation(changed, Parts(part, part), own_rate_per_s)
+        saturated = saturation(changed, Parts(part, part, parts.endless), own_rate_per_s)
         tried = changed.tried(candidates, part, (SHOWN_AT,), saturated.rate_per_s)
         base = tried.metrics[DEFAULT]
         scores = {
