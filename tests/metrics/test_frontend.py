@@ -15,7 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_ext.config import ExtConfig
 from vllm_ext.metrics import frontend
-from vllm_ext.metrics.frontend import Poller, RequestLog, ensure_poller
+from vllm_ext.metrics.frontend import JsonLines, Poller, ensure_poller
 
 from .test_engine import record, state
 
@@ -31,6 +31,7 @@ class Client:
         self.books: dict[bytes, list[dict[str, Any]]] = {identity: [] for identity in self.core_engines}
         self.calls: list[tuple[str, int, bytes]] = []
         self.before: Callable[[bytes], None] = lambda identity: None
+        self.measured: list[Any] | None = None
 
     def finish(self, req_id: str, engine: int = 0) -> None:
         book = self.books[self.core_engines[engine]]
@@ -41,7 +42,8 @@ class Client:
         await asyncio.sleep(0)
         self.before(engine)
         book = self.books[engine]
-        return state(records=book[since:], next_record=len(book))
+        found = state(records=book[since:], next_record=len(book))
+        return found if self.measured is None else {**found, "steps_measured": self.measured}
 
 
 class Engine:
@@ -104,6 +106,16 @@ async def test_each_finished_request_becomes_one_line(tmp_path: Path) -> None:
     assert client.calls[-1][1] == 3, "asks from where it stopped"
 
 
+async def test_measured_steps_are_written_where_they_were_asked_for(tmp_path: Path) -> None:
+    path, client = tmp_path / "steps.jsonl", Client()
+    client.measured = [{"format": "a"}, [1, 0, 9, 0.0, 0.5]]
+    engine = Engine(client)
+    poller = Poller(engine, ExtConfig(metrics_interval_s=INTERVAL_S, step_record=str(path)))  # type: ignore[arg-type]
+    for _ in range(2):
+        await poller._fetch(engine)  # type: ignore[arg-type]
+    assert path.read_text() == '{"format": "a"}\n[1, 0, 9, 0.0, 0.5]\n' * 2
+
+
 async def test_engines_are_asked_in_turn_and_numbered(tmp_path: Path) -> None:
     path = tmp_path / "log"
     client = Client(2)
@@ -139,7 +151,7 @@ async def test_a_failing_engine_does_not_lose_the_records_of_the_others(tmp_path
 async def test_an_existing_log_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text('{"req_id": "before"}\n')
-    RequestLog(path).append([record(req_id="after")])
+    JsonLines(path, "request_log").append([record(req_id="after")])
     assert [line["req_id"] for line in lines(path)] == ["before", "after"]
 
 

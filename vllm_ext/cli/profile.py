@@ -49,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
         description="Run loads of many shapes through the engine, fit the runtime model to its steps, and store it.",
     )
     parser.add_argument("--out", type=Path, help="File to write; by default one per engine and hardware in the cache.")
+    parser.add_argument(
+        "--steps", type=Path, metavar="FILE", help="Fit what --ext-step-record wrote; no engine is run."
+    )
     parser.add_argument("--rounds", type=int, default=2, help="Times all loads are run.")
     EngineArgs.add_cli_args(parser)
     return guarded(parser, _profile, argv)
@@ -61,7 +64,14 @@ def _profile(args: argparse.Namespace) -> int:
 
     from vllm_ext.step_time.fit import fit
     from vllm_ext.step_time.profile import Profile, default_path, engine_key, save
+    from vllm_ext.step_time.step_record import profile_of
 
+    if args.steps is not None:
+        profile = profile_of(args.steps)
+        path = args.out or default_path(profile.key)
+        save(profile, path)
+        print(report(profile), path, sep="\n")
+        return 0
     if args.rounds < 1:
         raise UsageError(f"--rounds={args.rounds}: must be at least 1")
     args.scheduler_cls, args.enable_prefix_caching = "fcfs", False

@@ -151,6 +151,10 @@ class ExtConfig(Options):
     profile: Annotated[Text | None, Flag("--ext-profile", metavar="FILE")] = None
     """File written by `vllm-ext profile` from which the runtime model starts."""
 
+    step_record: Annotated[Text | None, Flag("--ext-step-record", metavar="FILE")] = None
+    """JSON-lines file that receives what steps consisted of and how long they took, up to 20,000 of them, from which
+    `vllm-ext plan --profile FILE` knows this server's step times. Written by the front end, never on the step path."""
+
     tuned: Annotated[Text | None, Flag("--ext-tuned", metavar="FILE")] = None
     """Settings that `vllm-ext plan --save` found for this model on this device. What is given by hand wins."""
 
@@ -164,6 +168,8 @@ class ExtConfig(Options):
     def _fits(self) -> Self:
         if self.request_log is not None and self.metrics_interval_s == 0:
             raise ConfigError("request_log", self.request_log, "needs metrics_interval_s greater than 0")
+        if self.step_record is not None and self.metrics_interval_s == 0:
+            raise ConfigError("step_record", self.step_record, "needs metrics_interval_s greater than 0")
         if self.slo.shed and self.metrics_interval_s == 0:
             raise ConfigError("slo.shed", self.slo.shed, "needs metrics_interval_s greater than 0")
         if "oracle" in self.prediction.sources and not self.allow_oracle:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,8 @@ class Poller:
         # A strong reference would keep the engine from being collected, and with it its processes.
         self._engine = weakref.ref(engine)
         self._interval_s = config.metrics_interval_s
-        self._log = RequestLog(Path(config.request_log)) if config.request_log else None
+        self._log = JsonLines(Path(config.request_log), "request_log") if config.request_log else None
+        self._steps = JsonLines(Path(config.step_record), "step_record") if config.step_record else None
         model_name = engine.vllm_config.model_config.served_model_name
         self._model_name = model_name if isinstance(model_name, str) else model_name[0]
         self._feeds: dict[bytes, EngineFeed] = {}
@@ -90,16 +91,19 @@ class Poller:
             if self._log is not None and state["records"]:
                 records = [{"engine": index, **record} for record in state["records"]]
                 await asyncio.to_thread(self._log.append, records)
+            if self._steps is not None and (steps := state.get("steps_measured")):
+                await asyncio.to_thread(self._steps.append, steps)
 
 
-class RequestLog:
-    """A JSON-lines file of finished requests; lines are appended whole."""
+class JsonLines:
+    """A file of JSON lines, appended whole; the option that names it is for messages."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, option: str) -> None:
         self._path = path
+        self._option = option
         self._failed = False
 
-    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, records: Sequence[Any]) -> None:
         """Append one line per record; a file that can't be written is reported once and serving goes on."""
         lines = "".join(json.dumps(record) + "\n" for record in records)
         try:
@@ -109,4 +113,4 @@ class RequestLog:
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                logger.error("request_log=%s can't be written (%s); requests are not logged", self._path, error)
+                logger.error("%s=%s can't be written (%s); nothing more is", self._option, self._path, error)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.step_time.runtime import RuntimeModel
+    from vllm_ext.step_time.samples import StepSamples
 
 logger = init_logger("vllm.vllm_ext.observer")
 
@@ -28,11 +29,13 @@ logger = init_logger("vllm.vllm_ext.observer")
 class Observer:
     """Keeps what is told to the outside. Does no I/O; the front end fetches it."""
 
-    def __init__(self, tracked: TrackedRequests, record_capacity: int) -> None:
+    def __init__(self, tracked: TrackedRequests, record_capacity: int, samples: StepSamples | None = None) -> None:
         self.counters = Counters()
         self.book = RecordBook(record_capacity)
         self._tracked = tracked
-        self.timer = StepTimer(tracked.runtime, tracked.step_stats)
+        self._samples = samples
+        sinks = [tracked.step_stats] if samples is None else [tracked.step_stats, samples]
+        self.timer = StepTimer(tracked.runtime, *sinks)
         self.waits = WaitForecast()
         self.load = Load()
         self._awaiting_first_token: dict[str, TrackedRequest] = {}
@@ -156,6 +159,7 @@ class Observer:
             "records": records,
             "next_record": self.book.next_seq,
             "lost_records": lost,
+            **({} if self._samples is None else {"steps_measured": self._samples.take()}),
         }
 
 

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.version import __version__ as vllm_version
 
 from vllm_ext.config import KEY, parse
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
@@ -47,6 +48,7 @@ from vllm_ext.scheduling.state import queue_state
 from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
 from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.step_time.profile import engine_key, load_runtime_model
+from vllm_ext.step_time.samples import StepSamples
 from vllm_ext.systems import build
 from vllm_ext.systems.needs import can_predict_from_prompts, switched_off
 from vllm_ext.systems.upstream import BY_ARRIVAL, Arrival
@@ -130,7 +132,8 @@ class SteeredScheduler(AsyncScheduler):
             slo=config.slo,
             window=self.policies.history or config.prediction.window,
         )
-        self.observer = Observer(self.tracked, config.record_capacity)
+        samples = None if config.step_record is None else StepSamples(key, vllm_version)
+        self.observer = Observer(self.tracked, config.record_capacity, samples)
         self._now = self.clock()
         self._steers = not self.policies.is_upstream
         self._failing = self._stalled = self._failure_logged = False

@@ -49,9 +49,9 @@ class StepTimer:
     those with prefill, and fewer of large batches: learning must not cost more than what it is good for.
     """
 
-    def __init__(self, sink: StepSink, step_stats: StepSink | None = None) -> None:
+    def __init__(self, sink: StepSink, *others: StepSink) -> None:
         self.sink = sink
-        self._step_stats = step_stats
+        self._others = others
         self._in_flight: dict[int, tuple[float, StepFeatures]] = {}
         self._last_end = float("-inf")
         self._skipped = 0
@@ -80,8 +80,8 @@ class StepTimer:
             started, features = noted
             duration_s = now - max(started, self._last_end)
             self.sink.observe(features, duration_s)
-            if self._step_stats is not None:
-                self._step_stats.observe(features, duration_s)
+            for other in self._others:
+                other.observe(features, duration_s)
         self._last_end = now
 
     def _skips(self, num_requests: int, prefills: bool) -> bool:

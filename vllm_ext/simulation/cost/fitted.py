@@ -19,6 +19,7 @@ from vllm_ext.config.model import first_problem
 from vllm_ext.files import replaced
 from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.step_time import profile as profiles
+from vllm_ext.step_time import step_record
 from vllm_ext.step_time.least_squares import FOLDS, checked, robust
 
 FORMAT: Literal["vllm-ext step cost 1"] = "vllm-ext step cost 1"
@@ -174,7 +175,7 @@ class Fitted:
 
     @classmethod
     def load(cls, path: Path, host_step_s: float = 0.0) -> Fitted:
-        """Read a file written by `save` or by ``vllm-ext profile``.
+        """Read a file written by `save` or by ``vllm-ext profile``, or fit the steps that ``--ext-step-record`` wrote.
 
         Raises:
             OSError: there is no such file, or it can't be read.
@@ -182,8 +183,10 @@ class Fitted:
         """
         try:
             text = path.read_text(encoding="utf-8")
+            if step_record.is_record(text):
+                return cls.from_profile(step_record.profile_of(path), host_step_s)
             raw: Any = json.loads(text)
-        except ValueError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: damaged, not a JSON file ({error})") from error
         if not isinstance(raw, dict):
             raise ValueError(f"{path}: holds no step cost and no runtime profile")

@@ -129,8 +129,9 @@ class CostSpec(BaseModel):
 
     kind: Annotated[Literal["roofline", "fitted", "constant"], Flag("--cost")] = "roofline"
     """How long a step takes: by a model of the hardware, by a profile of it, or always the same."""
-    file: Annotated[str | None, Flag("--cost-file")] = None
-    """``fitted``, which it implies: a profile by ``vllm-ext profile``, or by ``vllm-ext validate --save-cost``."""
+    file: Annotated[str | None, Flag("--cost-file --profile")] = None
+    """``fitted``, which it implies: a profile by ``vllm-ext profile``, or by ``vllm-ext validate --save-cost``, or the
+    steps of a server with ``--ext-step-record``."""
     step_s: float = Field(default=0.02, ge=1e-6)
     """``constant``: what every step takes."""
     host_step_s: float = Field(default=0.0, ge=0)

@@ -22,7 +22,7 @@ CAPACITY = 4_000_000
 """Bound on rows of steps and tokens of prompts together; a row takes some 50 bytes."""
 _CHUNK = 2000
 _KEY = "vllm_ext"
-_OF_THE_MACHINE = ("profile", "request_log", "predictor")
+_OF_THE_MACHINE = ("profile", "request_log", "step_record", "tuned", "predictor")
 """Options that name files; they shape no decision beyond the coefficients and predictions that are recorded."""
 
 
