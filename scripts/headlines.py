@@ -92,7 +92,8 @@ def order(root: Path) -> str:
         "alone gains more ([one seed, 300 s, simulated](docs/results/ordering.md#a-smaller-token-budget)): "
         "`--max-num-batched-tokens 256` lowers vLLM's mean by 28 % and its P99 by 21 %, where `alise` at 2,048 tokens "
         "lowers the mean by 24 % and raises P99 by 3 %; both together lower them by 39 % and 20 %. Try the budget "
-        "first. A comparison with tuned budgets has yet to be measured."
+        "first. These runs are [older than the code](docs/results/ordering.md). "
+        "A comparison with a tuned vLLM (`benchmarks/simulated/tuning.py`) has yet to be measured."
     )
 
 
