@@ -75,14 +75,15 @@ def test_a_hint_is_believed_by_half_before_anybody_was_right() -> None:
 
 
 def test_what_is_weighed_with_a_hint_may_come_later() -> None:
-    p = predictor()
+    p = predictor(sources=("hint", "retrieval", "history"))
     early = p.predict(query(osl=800))
     assert p.prefers("retrieval", early)
     late = p.with_hint(query(osl=800), LengthDistribution.point(20), "retrieval")
     assert late.source == "hint"
     assert late.distribution.survival(30) == pytest.approx(0.5)
     assert not p.prefers("retrieval", late)
-    assert not predictor(hints="believed").prefers("retrieval", predictor(hints="believed").predict(query(osl=8)))
+    believing = predictor(hints="believed", sources=("hint", "retrieval", "history"))
+    assert not believing.prefers("retrieval", believing.predict(query(osl=8)))
 
 
 def test_a_hint_beyond_the_bound_is_one_of_the_bound() -> None:

@@ -233,7 +233,8 @@ def test_what_a_predictor_said_orders_who_waits(exact: bool) -> None:
     for name, said in (("long", 300), ("short", 3)):
         asked.append(ask(name, 0.1, output=20, max_tokens=400))
         asked[-1].predicted = (said,) * 9
-    engine = make_engine(asked, DEVICE_BOUND, system="alise", max_num_seqs=1, exact=exact)
+    sources = {"prediction": {"sources": ["retrieval", "history"]}}
+    engine = make_engine(asked, DEVICE_BOUND, system="alise", options=sources, max_num_seqs=1, exact=exact)
     engine.run()
     times = token_times(engine.collector.table)
     assert times["first"][-1] < times["short"][0] < times["short"][-1] < times["long"][0]
