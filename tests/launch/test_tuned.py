@@ -48,7 +48,7 @@ def started(model: str, path: str, *arguments: str) -> Any:
 
 def test_what_was_found_is_set_and_said(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = file(tmp_path, model)
-    with caplog.at_level(logging.INFO, logger="vllm_ext"):
+    with caplog.at_level(logging.INFO, logger="vllm.vllm_ext"):
         config = started(model, path)
     found = config.scheduler_config
     assert (found.max_num_batched_tokens, found.max_num_seqs, found.scheduler_cls) == (64, 8, SCHEDULER)
@@ -60,7 +60,7 @@ def test_what_was_found_is_set_and_said(model: str, tmp_path: Path, caplog: pyte
 
 
 def test_what_is_given_by_hand_wins(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="vllm_ext"):
+    with caplog.at_level(logging.INFO, logger="vllm.vllm_ext"):
         config = started(model, file(tmp_path, model), "--max-num-seqs", "4", "--ext-optimise", "mean")
     assert (config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens) == (4, 64)
     assert parse(config.additional_config["vllm_ext"]).ordering == {"gamma": 0.5}
@@ -96,7 +96,6 @@ def test_the_arguments_may_be_used_again(model: str, tmp_path: Path) -> None:
     [
         ({"layers": 99}, "is for model tiny, not for"),
         ({"hidden": 1}, "is for model tiny, not for"),
-        ({"tensor_parallel_size": 2}, "is for --tensor-parallel-size 2, not for 1"),
         ({"device": "h100", "device_memory_gib": 80.0}, "is for device h100, not for"),
     ],
 )
@@ -106,6 +105,16 @@ def test_settings_of_another_server_are_refused(
     with pytest.raises(ConfigError, match="run vllm-ext plan for this server") as caught:
         started(model, file(tmp_path, model, **made_for))
     assert said in str(caught.value)
+
+
+def test_another_number_of_devices_is_one_line_on_the_command_line(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        started(model, file(tmp_path, model), "--tensor-parallel-size", "2")
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "tuned.json: is for --tensor-parallel-size 1, not for 2; run vllm-ext plan for this server" in said
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', "\xff"])

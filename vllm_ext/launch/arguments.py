@@ -36,6 +36,7 @@ def refused_arguments(args: Any, *, serves: bool) -> str | None:
             return None
         additional = {**additional, KEY: merge_flags(additional.get(KEY, {}), given)}
         if settings := tuned.of(additional):
+            settings.check_devices(typed.get("tensor_parallel_size") or 1)
             scheduler_cls, additional = settings.chosen(scheduler_cls, additional)
             if not is_chosen(scheduler_cls, additional):
                 return None

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_ext.config import KEY, ConfigError
 from vllm_ext.config.tuned import Tuned, load
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.vllm_ext.tuned")
 
 _LIMITS = {"max_num_batched_tokens": None, "max_num_seqs": None, "watermark": 0.0}
 """Settings of vLLM's, and their values where the user gave none."""
@@ -88,11 +88,17 @@ class Settings:
         text = model.hf_text_config
         if any(getattr(text, name, value) != value for name, value in sizes.items()):
             raise self._refused(f"model {made_for.model}", f"{model.model}")
-        if parallel.tensor_parallel_size != made_for.tensor_parallel_size:
-            raise self._refused(
-                f"--tensor-parallel-size {made_for.tensor_parallel_size}", f"{parallel.tensor_parallel_size}"
-            )
+        self.check_devices(parallel.tensor_parallel_size)
         self._check_device()
+
+    def check_devices(self, size: int) -> None:
+        """Compare the number of devices, which a command line tells before anything starts.
+
+        Raises:
+            ConfigError: It is another.
+        """
+        if size != (wanted := self.found.made_for.tensor_parallel_size):
+            raise self._refused(f"--tensor-parallel-size {wanted}", f"{size}")
 
     def _check_device(self) -> None:
         from vllm.platforms import current_platform
