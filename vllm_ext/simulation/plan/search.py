@@ -146,8 +146,7 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
     ranked = _ranked(scores)
     kept = unique([DEFAULT, *ranked[:_HALVED]])
     kept = unique([*kept, *[one for one in nearby(ranked[0], resolved) if one not in scores]])
-    best_vllm = next(candidate for candidate in ranked if candidate.system is AS_IT_IS)
-    kept = unique([*kept, best_vllm])
+    kept = unique([*kept, *[candidate for candidate in ranked if candidate.system is AS_IT_IS][:2]])
     for candidate in scores:
         if candidate not in kept:
             dropped[candidate.name] = _over(scores[candidate])
