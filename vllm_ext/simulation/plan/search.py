@@ -145,7 +145,7 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
 
     ranked = _ranked(scores)
     kept = unique([DEFAULT, *ranked[:_HALVED]])
-    kept = unique([*kept, *[one for one in nearby(ranked[0], resolved) if one not in scores]])
+    kept = unique([*kept, *nearby(ranked[0], resolved)])
     kept = unique([*kept, *[candidate for candidate in ranked if candidate.system is AS_IT_IS][:2]])
     for candidate in scores:
         if candidate not in kept:
@@ -157,7 +157,10 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
     vllm = evidence.best({one: value for one, value in scores.items() if one.system is AS_IT_IS})
     ours = evidence.best({one: value for one, value in scores.items() if one.system is not AS_IT_IS} or scores)
     alone = Candidate(system=choice.system)
-    runner_up = next((one for one in ranked if one not in (choice, vllm, alone)), choice)
+    own = resolved.limits.max_num_batched_tokens
+    # A short run does not see all that a small budget costs: what breaks a limit in a long one needs another behind it.
+    larger = (one for one in ranked if (one.tokens or own) > (choice.tokens or own) and one != DEFAULT)
+    runner_up = next(larger, choice)
     finalists = unique([DEFAULT, vllm, alone, choice, runner_up])
     for candidate in scores:
         if candidate not in finalists:
