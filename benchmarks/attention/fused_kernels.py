@@ -98,8 +98,6 @@ def main(argv: Sequence[str]) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=at_least(1), default=31, help="turns of all ways (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.repeats < 1:
-        parser.error(f"--repeats={args.repeats}: must be at least 1")
     repeats, rows_list = (5, ROWS[:2]) if args.quick else (args.repeats, ROWS)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)

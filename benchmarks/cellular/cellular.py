@@ -153,8 +153,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--data", type=Path, metavar="DIR", help="with wmt_en_de_10k.tsv.gz and sst_trees_dev.txt.gz")
     parser.add_argument("--repeats", type=at_least(1), default=3, help="turns of the manners (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.repeats < 1:
-        parser.error(f"--repeats={args.repeats}: must be at least 1")
     args.batch = 64 if args.quick else 256
     args.requests = {256: 200, 1024: 48} if args.quick else {256: 1_500, 1024: 250}
     args.repeats = 1 if args.quick else args.repeats

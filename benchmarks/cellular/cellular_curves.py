@@ -261,9 +261,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="arrivals of a load (default: %(default)s)")
     parser.add_argument("--repeats", type=at_least(1), default=3, help="seeds, in turns (default: %(default)s)")
     args = parser.parse_args(argv)
-    for name in ("seconds", "repeats"):
-        if not getattr(args, name) > 0:
-            parser.error(f"--{name}={getattr(args, name)}: must be greater than 0")
+    if not args.seconds > 0:
+        parser.error(f"--seconds={args.seconds}: must be greater than 0")
     seconds, repeats = (0.3, 1) if args.quick else (args.seconds, args.repeats)
     torch.set_num_threads(1)
     costs = virtual.merging_us(workloads.trees(200, args.seed).rows, 3 if args.quick else 20)

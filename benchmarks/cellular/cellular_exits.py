@@ -244,8 +244,6 @@ def main(argv: Sequence[str]) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=at_least(1), default=3, help="turns of the manners (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.repeats < 1:
-        parser.error(f"--repeats={args.repeats}: must be at least 1")
     args.repeats, args.seconds, args.searched = (1, 0.5, 16) if args.quick else (args.repeats, 2.5, 96)
     args.batches = QUICK_BATCHES if args.quick else BATCHES
     torch.set_num_threads(1)

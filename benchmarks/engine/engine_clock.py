@@ -299,8 +299,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--seeds", type=at_least(1), default=3, help="(default: %(default)s)")
     parser.add_argument("--rows", default="; ".join(ROWS), help="semicolon list (default: %(default)s)")
     args = parser.parse_args(argv)
-    if min(args.requests, args.seeds) < 1:
-        parser.error("--requests, --seeds: must be greater than 0")
     count, seeds, loads = (100, [0], LOADS[:1]) if args.quick else (args.requests, list(range(args.seeds)), LOADS)
     names = [BASE, "alise"] if args.quick else list(dict.fromkeys([BASE, *map(str.strip, args.rows.split(";"))]))
     if unknown := [name for name in names if name not in ROWS]:

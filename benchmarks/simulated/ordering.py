@@ -133,9 +133,8 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         if name not in every:
             parser.error(f"--workloads={name}: has no texts to predict from; must be among {', '.join(every)}")
     args.seeds = args.seeds if args.seeds is not None else (1 if args.quick else SEEDS)
-    for option, least in (("seeds", args.seeds), ("jobs", args.jobs), ("loads", min(args.loads))):
-        if least <= 0:
-            parser.error(f"--{option}={least}: must be greater than 0")
+    if (least := min(args.loads)) <= 0:
+        parser.error(f"--loads={least}: must be greater than 0")
     for name in args.workloads:
         if missing := SCENES[name].missing(args.data):
             parser.error(f"--data={args.data}: has no {missing[0]}, which {name} needs")

@@ -96,16 +96,20 @@ class Scene:
         made = self.spec(data, system, seed, **clients, rate_counts="sessions")
         return made.model_copy(update={"max_time_s": span_s})
 
+    def requests(self, data: Path) -> dict[str, Any]:
+        """Return whose lengths requests have: fields of a `WorkloadSpec`."""
+        prompts = {"prompts_from": str(data / self.prompts)} if self.prompts else {}
+        drawn = {"source": str(data / self.path), "sample": "with-replacement", "over_context": "cut"}
+        return {**drawn, **prompts, **self.fields}
+
     def spec(self, data: Path, system: str, seed: int, **arrivals: Any) -> SimulationSpec:
         """Return a run; ``arrivals`` says how many come when: fields of a `WorkloadSpec`."""
         chosen = SYSTEMS[system]
+        predicted = {} if self.predicted is None else {"source": str(self.predicted[system == ANOTHERS])}
         workload = {
-            "source": str(data / self.path if self.predicted is None else self.predicted[system == ANOTHERS]),
-            "sample": "with-replacement",
-            "over_context": "cut",
-            **({"prompts_from": str(data / self.prompts)} if self.prompts else {}),
             "max_model_len": self.engine["max_model_len"],
-            **self.fields,
+            **self.requests(data),
+            **predicted,
             **arrivals,
             "seed": seed + (OTHER_SEEDS if system == AGAIN else 0),
         }

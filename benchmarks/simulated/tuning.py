@@ -64,11 +64,7 @@ class Cell:
 
     def base(self, data: Path, seed: int) -> SimulationSpec:
         """Return the run of vLLM as it comes, at a rate that is to be set."""
-        scene = self.scene
-        workload = {
-            "source": str(data / scene.path), "sample": "with-replacement", "over_context": "cut", "rate_per_s": 1.0,
-            **({"prompts_from": str(data / scene.prompts)} if scene.prompts else {}), **scene.fields, "seed": seed,
-        }  # fmt: skip
+        workload = {"rate_per_s": 1.0, **self.scene.requests(data), "seed": seed}
         return SimulationSpec.model_validate({
             "engine": {"system": "upstream-fcfs", "max_model_len": self.max_model_len, "profiled": True},
             "hardware": self.hardware.model_dump(), "workload": workload,

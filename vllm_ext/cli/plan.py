@@ -20,8 +20,8 @@ from vllm_ext.simulation.plan import evidence, search
 from vllm_ext.simulation.plan.answer import SHOWN_AT, Answer, Doubt, answer, doubt
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, DEFAULT, VLLM, Candidate
 from vllm_ext.simulation.plan.evidence import Objective
-from vllm_ext.simulation.plan.runs import Bench, parts_of
-from vllm_ext.simulation.plan.search import Coarse, NoAnswer, Saturation
+from vllm_ext.simulation.plan.runs import Bench, NoAnswer, parts_of
+from vllm_ext.simulation.plan.search import Coarse, Saturation
 from vllm_ext.simulation.spec import SimulationSpec, checked, resolve, with_values
 from vllm_ext.simulation.sweep.pools import local_pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore, versions
@@ -51,7 +51,7 @@ def _plan(args: argparse.Namespace) -> int:
     short_ms = 1000 * min(ttft_s, default=evidence.SHORT_TTFT_MS / 1000)
     objective = Objective(with_slo=bool(base.workload.tiers), tolerance=args.tolerance, short_ttft_ms=short_ms)
     workload = build(base.workload)
-    parts = parts_of(base)
+    parts = parts_of(workload)
     resolved = resolve(base)
     served = ", ".join(f"{name} {value}" for name, value in resolved.limits._asdict().items())
     print(f"{base.workload.source}: {own_rate:.4g} requests/s; {served}, {resolved.num_blocks} KV blocks",
@@ -100,7 +100,8 @@ def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
         flags[f"{spec_flags.SPEC}workload.source"] = str(args.trace)
         flags.setdefault(f"{spec_flags.SPEC}workload.arrivals", "recorded")
     spec = spec_flags.base_spec(args)
-    spec = checked(with_values(spec, {"engine.system": "fcfs"})) and with_values(spec, {"engine.system": VLLM})
+    checked(with_values(spec, {"engine.system": "fcfs"}))  # options, which vLLM alone has none of
+    spec = with_values(spec, {"engine.system": VLLM})
     resolve(spec)  # what vLLM would not start with is refused before anything is run
     if spec.workload.arrivals in ("closed-loop", "at-once"):
         raise UsageError(
@@ -256,13 +257,7 @@ def _tuned(
     args: argparse.Namespace, base: SimulationSpec, found: Answer, saturated: Saturation, workload: GeneratedWorkload
 ) -> tuned.Tuned:
     choice, hardware = found.choice, resolve(base).hardware
-    options = dict[str, object]()
-    for path, value in (choice.system.options or {}).items():
-        _, *parents, last = path.split(".")
-        node = options
-        for name in parents:
-            node = node.setdefault(name, {})  # type: ignore[assignment]
-        node[last] = value
+    options = Candidate(system=choice.system).on(SimulationSpec()).engine.options
     limits = resolve(choice.on(base)).limits
     over = {load: [found.over(choice, load, name) for name in (evidence.MEAN, evidence.P99, evidence.TTFT_P90)]
             for load in sorted(found.pair)}  # fmt: skip

@@ -95,10 +95,6 @@ def load(path: Path) -> Tuned:
         ConfigError: it can't be read, or is none; the message names the file and what is wrong with it.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return made(Tuned, json.loads(path.read_text(encoding="utf-8")), root="")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError("tuned", str(path), f"must be a file that vllm-ext plan --save wrote: {error}") from error
-    try:
-        return made(Tuned, data, root="")
-    except ConfigError as error:
         raise ConfigError("tuned", str(path), f"must be a file that vllm-ext plan --save wrote: {error}") from error

@@ -224,7 +224,11 @@ def policies_of(engine: EngineSpec) -> systems.Policies:
     Raises:
         ConfigError: the system is unknown, or refuses an option.
     """
-    return systems.build(config.parse({**engine.options, "system": engine.system, "allow_oracle": True}))
+    return systems.build(_options_of(engine))
+
+
+def _options_of(engine: EngineSpec) -> config.ExtConfig:
+    return config.parse({**engine.options, "system": engine.system, "allow_oracle": True})
 
 
 def checked(spec: SimulationSpec) -> SimulationSpec:
@@ -239,8 +243,8 @@ def checked(spec: SimulationSpec) -> SimulationSpec:
     if engine.system in UPSTREAM:
         return spec.model_copy(update={"engine": engine.model_copy(update={"options": {}})})
     try:
-        policies = policies_of(engine)
-        sources = config.parse({**engine.options, "system": engine.system, "allow_oracle": True}).prediction.sources
+        options = _options_of(engine)
+        policies, sources = systems.build(options), options.prediction.sources
         if spec.workload.announce == "predicted" and policies.use_predictions and config.RETRIEVAL not in sources:
             allowed = f"must name {config.RETRIEVAL!r} where workload.announce is 'predicted', or nobody listens"
             raise ConfigError("prediction.sources", sources, allowed)

@@ -12,11 +12,12 @@ import pytest
 from vllm_ext.simulation.plan.answer import Answer, answer, doubt
 from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate
 from vllm_ext.simulation.plan.evidence import Objective
-from vllm_ext.simulation.plan.runs import Bench, Part, Parts, at, parts_of
-from vllm_ext.simulation.plan.search import LOADS, Coarse, NoAnswer, saturation, search
+from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts, at, parts_of
+from vllm_ext.simulation.plan.search import LOADS, Coarse, saturation, search
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.pools import InProcessPool
 from vllm_ext.simulation.sweep.store import PointStore
+from vllm_ext.simulation.workloads.build import build
 
 CARRIES = 4.0
 MEAN_ONLY = Objective(with_slo=False)
@@ -53,7 +54,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 
 
 def planned(bench: Bench, objective: Objective = MEAN_ONLY, loads: Sequence[float] = LOADS) -> tuple[Coarse, Answer]:
-    parts = parts_of(bench.base)
+    parts = parts_of(build(bench.base.workload))
     saturated = saturation(bench, parts, 1.0)
     coarse = search(bench, parts, objective, saturated)
     return coarse, answer(bench, parts, objective, saturated, coarse, loads)
@@ -71,7 +72,7 @@ def test_the_rate_doubles_until_the_server_no_longer_follows(make: Callable[...,
         return measured(spec, by_budget) | {"requests": float(spec.workload.num_requests or 0)}
 
     bench = make(run)
-    found = saturation(bench, parts_of(bench.base), 1.0)
+    found = saturation(bench, parts_of(build(bench.base.workload)), 1.0)
     assert (found.rate_per_s, found.own_load) == (CARRIES, 0.25)
     assert asked == [1.0, 2.0, 4.0, 8.0, 6.0]
 
@@ -85,7 +86,7 @@ def test_saturation_counts_conversations_where_the_rate_does(make: Callable[...,
         return {"requests": requests, "middle_requests_per_s": 3 * min(rate, 1.5)}
 
     bench = make(run)
-    assert saturation(bench, parts_of(bench.base), 1.0).rate_per_s == pytest.approx(1.5)
+    assert saturation(bench, parts_of(build(bench.base.workload)), 1.0).rate_per_s == pytest.approx(1.5)
 
 
 def test_the_best_budget_and_system_are_found_together(make: Callable[..., Bench]) -> None:
@@ -163,7 +164,7 @@ def test_costs_that_nobody_measured_are_doubted(make: Callable[..., Bench]) -> N
         return measured(spec, lambda s: 1.4 if s.engine.max_num_batched_tokens == best else 1.0)
 
     bench = make(run)
-    found = doubt(bench, parts_of(bench.base), MEAN_ONLY, Candidate(tokens=256), 1.0)
+    found = doubt(bench, parts_of(build(bench.base.workload)), MEAN_ONLY, Candidate(tokens=256), 1.0)
     assert found.flips
     assert found.budgets["memory -30 %"] == 512
     assert {tokens for case, tokens in found.budgets.items() if case != "memory -30 %"} == {256}
@@ -174,15 +175,15 @@ def test_a_file_is_searched_on_its_beginning_and_judged_on_the_rest(tmp_path: Pa
     rows = [{"prompt_tokens": 20, "output_tokens": 4, "timestamp": 0.5 * i} for i in range(90)]
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     spec = SimulationSpec.model_validate({"workload": {"source": str(path), "arrivals": "recorded"}})
-    parts = parts_of(spec)
+    parts = parts_of(build(spec.workload))
     assert (parts.search.first, parts.search.count, parts.final.first, parts.final.count) == (0, 30, 30, 60)
     made = at(spec, DEFAULT, parts.final, 4.0).workload
     assert (made.skip_requests, made.num_requests, made.rate_per_s) == (30, 60, 4.0)
     path.write_text("\n".join(json.dumps(row) for row in rows[:59]), encoding="utf-8")
     with pytest.raises(ValueError, match="59 requests; a plan needs at least 60"):
-        parts_of(spec)
+        parts_of(build(spec.workload))
 
 
 def test_drawn_requests_are_searched_and_judged_by_other_seeds() -> None:
     spec = SimulationSpec.model_validate({"workload": {"num_requests": 300, "seed": 7}})
-    assert parts_of(spec) == Parts(Part(0, 300, 107), Part(0, 300, 7), endless=True)
+    assert parts_of(build(spec.workload)) == Parts(Part(0, 300, 107), Part(0, 300, 7), endless=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from vllm_ext.simulation.plan import evidence
 from vllm_ext.simulation.plan.candidates import DEFAULT, LEAST_TOKENS, Candidate, unique, with_budget
-from vllm_ext.simulation.plan.evidence import Objective, Ratio
-from vllm_ext.simulation.plan.runs import Bench, Metrics, Parts, Tried
-from vllm_ext.simulation.plan.search import SLACK, Coarse, NoAnswer, Saturation, saturation
+from vllm_ext.simulation.plan.evidence import Metrics, Objective, Ratio
+from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Parts, Tried
+from vllm_ext.simulation.plan.search import SLACK, Coarse, Saturation, saturation
 from vllm_ext.simulation.spec import resolve, with_values
 
 SHOWN_AT = 0.9
@@ -80,20 +80,11 @@ def answer(
     """
     part = parts.final
     tried = bench.tried(coarse.finalists, part, loads, saturated.rate_per_s)
-    if DEFAULT in tried.failed or DEFAULT not in tried.metrics:
-        raise NoAnswer(f"the server as it is failed {tried.failed.get(DEFAULT, '')}")
+    scores, rejected = tried.scored(objective, loads)
     again = bench.rates(DEFAULT, part, [load * saturated.rate_per_s * _JITTER for load in loads])
     pair = {load: outcome.metrics for load, outcome in zip(loads, again, strict=True) if outcome.metrics is not None}
     if len(pair) < len(loads):
         raise NoAnswer("the A/A pair of the server as it is failed")
-    base = tried.metrics[DEFAULT]
-    rejected = {candidate.name: f"failed {why}" for candidate, why in tried.failed.items()}
-    scores = dict[Candidate, float]()
-    for candidate in tried.whole(loads):
-        if broken := objective.broken(tried.metrics[candidate], base):
-            rejected[candidate.name] = broken
-        else:
-            scores[candidate] = objective.score(tried.metrics[candidate], base)
     while True:
         choice = evidence.best(scores)
         found = Answer(choice, tried, pair, rejected, objective)
@@ -139,12 +130,7 @@ def doubt(bench: Bench, parts: Parts, objective: Objective, choice: Candidate, o
         changed = _with_constant(bench, name, factor)
         saturated = saturation(changed, Parts(part, part, parts.endless), own_rate_per_s)
         tried = changed.tried(candidates, part, (SHOWN_AT,), saturated.rate_per_s)
-        base = tried.metrics[DEFAULT]
-        scores = {
-            one: objective.score(tried.metrics[one], base)
-            for one in tried.whole((SHOWN_AT,))
-            if not objective.broken(tried.metrics[one], base, SLACK)
-        }
+        scores, _ = tried.scored(objective, (SHOWN_AT,), SLACK)
         found[f"{_CONSTANTS[name]} {100 * (factor - 1):+.0f} %"] = evidence.best(scores).tokens or own
     return Doubt(found, tokens)
 

@@ -92,17 +92,19 @@ class Candidate:
         return ", ".join([self.system.name, *parts]) if parts or self.system is not AS_IT_IS else "vLLM as it is"
 
     @property
+    def settings(self) -> dict[str, int | float]:
+        """What it sets of vLLM's own, by the names that the simulator and, with dashes, the flags have."""
+        found = {"max_num_batched_tokens": self.tokens, "max_num_seqs": self.seats, "watermark": self.reserve}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
     def changes(self) -> int:
         """How many things it changes: of two that serve alike, the one with fewer is better."""
-        settings = (self.tokens, self.seats, self.reserve)
-        return sum(value is not None for value in settings) + (self.system is not AS_IT_IS)
+        return len(self.settings) + (self.system is not AS_IT_IS)
 
     def flags(self) -> list[str]:
         """Return the flags of ``vllm serve`` that make the server one."""
-        settings = {
-            "--max-num-batched-tokens": self.tokens, "--max-num-seqs": self.seats, "--watermark": self.reserve,
-        }  # fmt: skip
-        given = [[flag, f"{value:g}"] for flag, value in settings.items() if value is not None]
+        given = [(f"--{name.replace('_', '-')}", f"{value:g}") for name, value in self.settings.items()]
         return [*self.system.flags, *(word for pair in given for word in pair)]
 
     def on(self, base: SimulationSpec) -> SimulationSpec:
@@ -112,10 +114,9 @@ class Candidate:
             ConfigError: the system refuses an option of the run.
         """
         options = {name: value for name, value in base.engine.options.items() if name != "policies"}
-        settings = {"max_num_batched_tokens": self.tokens, "max_num_seqs": self.seats, "watermark": self.reserve}
         changes: dict[str, Any] = {"engine.system": self.system.system, "engine.options": options}
-        changes |= {f"engine.{name}": value for name, value in settings.items() if value is not None}
-        changes |= {f"engine.{name}": value for name, value in (self.system.options or {}).items()}
+        own = self.system.options or {}
+        changes |= {f"engine.{name}": value for name, value in {**self.settings, **own}.items()}
         return checked(with_values(base, changes))
 
 

@@ -47,7 +47,7 @@ class Ratio:
 def times_better(ours: Metrics, base: Metrics, metric: str) -> float:
     """Return ``base / ours`` of what should be small; of the share of met objectives ``ours / base``."""
     a, b = ours.get(metric, math.nan), base.get(metric, math.nan)
-    if metric == ATTAINMENT:
+    if metric.endswith(ATTAINMENT):
         a, b = b, a
     if a == b:
         return 1.0
@@ -71,11 +71,7 @@ def ratio(ours: Metrics, base: Metrics, metric: str) -> Ratio:
 def _by_window(ours: Metrics, base: Metrics, metric: str) -> Iterator[float]:
     number = 0
     while (name := f"window_{number}.{metric}") in ours and name in base:
-        yield (
-            times_better(ours, base, name)
-            if metric != ATTAINMENT
-            else times_better({ATTAINMENT: ours[name]}, {ATTAINMENT: base[name]}, ATTAINMENT)
-        )
+        yield times_better(ours, base, name)
         number += 1
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from vllm_ext.simulation.plan.candidates import Candidate
+from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate
+from vllm_ext.simulation.plan.evidence import Metrics, Objective
 from vllm_ext.simulation.spec import SimulationSpec, with_values
 from vllm_ext.simulation.sweep.grid import RATE
 from vllm_ext.simulation.sweep.points import run_points
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
-from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.build import GeneratedWorkload
 
 WINDOWS = 8
 """Parts of a run that are compared with the same parts of another: a ratio's interval is made of theirs."""
@@ -47,18 +48,18 @@ class Parts:
     """Whether requests are drawn and never run out."""
 
 
-def parts_of(base: SimulationSpec) -> Parts:
+def parts_of(workload: GeneratedWorkload) -> Parts:
     """Cut a workload: by its order where that is a file's, else by seeds.
 
     Raises:
         ValueError: there are fewer than 60 requests.
     """
-    workload = build(base.workload)
+    spec = workload.spec
     total = sum(1 for _ in workload.start())
     if total < 60:
-        raise ValueError(f"{base.workload.source}: {total} requests; a plan needs at least 60")
-    seed, first = base.workload.seed, base.workload.skip_requests
-    if workload.source.size is None or base.workload.sample != "file-order":
+        raise ValueError(f"{spec.source}: {total} requests; a plan needs at least 60")
+    seed, first = spec.seed, spec.skip_requests
+    if workload.source.size is None or spec.sample != "file-order":
         part = Part(first, min(total, _MOST_REQUESTS), seed)
         return Parts(replace(part, seed=seed + _SEEDS), part, workload.source.size is None)
     searched = total // _SEARCHED
@@ -75,7 +76,8 @@ def at(base: SimulationSpec, candidate: Candidate, part: Part, rate_per_s: float
     return candidate.on(with_values(base, values))
 
 
-Metrics = Mapping[str, float]
+class NoAnswer(ValueError):
+    """There is nothing to compare with; the message says why."""
 
 
 @dataclass
@@ -91,6 +93,25 @@ class Tried:
         for candidate, found in self.metrics.items():
             if candidate not in self.failed and all(load in found for load in loads):
                 yield candidate
+
+    def scored(
+        self, objective: Objective, loads: Sequence[float], slack: float = 0.0
+    ) -> tuple[dict[Candidate, float], dict[str, str]]:
+        """Return the scores of those that were run at all loads and break no limit, and why each other is out, by name.
+
+        Raises:
+            NoAnswer: the server as it is failed.
+        """
+        if DEFAULT in self.failed or DEFAULT not in self.metrics:
+            raise NoAnswer(f"the server as it is failed {self.failed.get(DEFAULT, '')}")
+        base, scores = self.metrics[DEFAULT], dict[Candidate, float]()
+        out = {candidate.name: f"failed {why}" for candidate, why in self.failed.items()}
+        for candidate in self.whole(loads):
+            if broken := objective.broken(self.metrics[candidate], base, slack):
+                out[candidate.name] = broken
+            else:
+                scores[candidate] = objective.score(self.metrics[candidate], base)
+        return scores, out
 
 
 @dataclass

@@ -19,7 +19,7 @@ from vllm_ext.simulation.plan.candidates import (
     with_budget,
 )  # fmt: skip
 from vllm_ext.simulation.plan.evidence import Objective
-from vllm_ext.simulation.plan.runs import Bench, Part, Parts, Tried
+from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts
 from vllm_ext.simulation.spec import resolve, with_values
 from vllm_ext.simulation.sweep.grid import RATE
 
@@ -37,10 +37,6 @@ _FOLLOWED = 0.9
 _DOUBLINGS = 12
 _HALVED = 6
 """Candidates that the second, longer round of the search gets."""
-
-
-class NoAnswer(ValueError):
-    """There is nothing to compare with; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -122,26 +118,19 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
     first = parts.search.head(_FIRST_REQUESTS)
     dropped: dict[str, str] = {}
 
-    def score(tried: Tried, loads: Sequence[float]) -> dict[Candidate, float]:
-        for candidate, why in tried.failed.items():
-            dropped[candidate.name] = f"failed {why}"
-        if DEFAULT not in tried.metrics or DEFAULT in tried.failed:
-            raise NoAnswer(f"the server as it is failed {tried.failed.get(DEFAULT, '')}")
-        base, scores = tried.metrics[DEFAULT], dict[Candidate, float]()
-        for candidate in tried.whole(loads):
-            if broken := objective.broken(tried.metrics[candidate], base, SLACK):
-                dropped[candidate.name] = broken
-            else:
-                scores[candidate] = objective.score(tried.metrics[candidate], base)
+    def score(candidates: Sequence[Candidate], part: Part, loads: Sequence[float]) -> dict[Candidate, float]:
+        tried = bench.tried(candidates, part, loads, saturated.rate_per_s)
+        scores, out = tried.scored(objective, loads, SLACK)
+        dropped.update(out)
         return scores
 
     every = [with_budget(DEFAULT, tokens, resolved) for tokens in budgets(resolved.limits)]
-    scores = score(bench.tried([DEFAULT, *every], first, _FIRST_LOADS, saturated.rate_per_s), _FIRST_LOADS)
+    scores = score([DEFAULT, *every], first, _FIRST_LOADS)
     paying = [candidate for candidate in _ranked(scores) if candidate is not DEFAULT][:1]
     others = [system for system in systems(bench.base) if system is not AS_IT_IS]
     mixed = [replace(budget, system=system) for system in others for budget in (DEFAULT, *paying)]
     mixed += [replace(budget, reserve=RESERVE) for budget in (DEFAULT, *paying)]
-    scores |= score(bench.tried([DEFAULT, *mixed], first, _FIRST_LOADS, saturated.rate_per_s), _FIRST_LOADS)
+    scores |= score([DEFAULT, *mixed], first, _FIRST_LOADS)
 
     ranked = _ranked(scores)
     kept = unique([DEFAULT, *ranked[:_HALVED]])
@@ -150,8 +139,7 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
     for candidate in scores:
         if candidate not in kept:
             dropped[candidate.name] = _over(scores[candidate])
-    second = parts.search.head(_SECOND_REQUESTS)
-    scores = score(bench.tried(kept, second, _SEARCH_LOADS, saturated.rate_per_s), _SEARCH_LOADS)
+    scores = score(kept, parts.search.head(_SECOND_REQUESTS), _SEARCH_LOADS)
     ranked = _ranked(scores)
     choice = evidence.best(scores)
     vllm = evidence.best({one: value for one, value in scores.items() if one.system is AS_IT_IS})
