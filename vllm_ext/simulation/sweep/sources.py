@@ -19,7 +19,7 @@ PACKAGES: Mapping[str, Iterable[str]] = {
     "patches/": vllm_ext.patches.__path__,
 }
 """Folders of source files, by where a wheel has them within `vllm_ext`; a checkout has two of them beside it."""
-NOT_DECISIVE = ("cli", "cluster", "demo", "experiments", "tiny_model")
+NOT_DECISIVE = ("cli", "cluster", "demo", "experiments", "simulation/plan", "tiny_model")
 """Packages that nothing which simulates imports: how a run is asked for, where it runs, what is shown of it."""
 ROWS_APART = UNSERVED.removeprefix("vllm_ext.").replace(".", "/") + ".py"
 """Rows of systems that are imported when one is asked for by name, from a package of these."""
@@ -33,7 +33,8 @@ def decisive_files(packages: Mapping[str, Iterable[str]] = PACKAGES) -> dict[str
         for folder in folders
         for file in Path(folder).rglob("*.py")
     }
-    return {name: found[name] for name in sorted(found) if name == ROWS_APART or name.split("/")[0] not in NOT_DECISIVE}
+    apart = tuple(f"{package}/" for package in NOT_DECISIVE)
+    return {name: found[name] for name in sorted(found) if name == ROWS_APART or not name.startswith(apart)}
 
 
 def source_digest(packages: Mapping[str, Iterable[str]] = PACKAGES) -> str:
