@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -186,3 +187,32 @@ def test_only_so_many_tags_are_held() -> None:
 def test_the_prior_is_as_wide_as_chats_are() -> None:
     found = predictor(prior_tokens=200).predict(query(max_tokens=10**6))
     assert found.p90 == pytest.approx(200 * math.exp(1.2816), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "sources", [("history", "retrieval"), ("retrieval", "history")], ids=["history first", "retrieval first"]
+)
+def test_the_source_that_was_nearer_is_believed_whatever_the_order(sources: tuple[str, ...]) -> None:
+    p = predictor(sources=sources)
+    rng = random.Random(0)
+    for _ in range(300):
+        length = rng.choice([10, 500])
+        said = p.said(query(), "retrieval", LengthDistribution.point(length))
+        p.observe(query(), length, said)
+    assert p.prefers("retrieval", resting_on("history"))
+    for _ in range(1500):
+        said = p.said(query(), "retrieval", LengthDistribution.point(900))
+        p.observe(query(), 10, said)
+    assert not p.prefers("retrieval", resting_on("history"))
+    assert p.prefers("retrieval", resting_on("prior"))
+    assert not p.prefers("retrieval", resting_on("oracle"))
+
+
+def test_answers_are_judged_within_the_clients_bound() -> None:
+    p = predictor(sources=("retrieval", "history"))
+    p.observe(query(), 300)
+    said = p.said(query(max_tokens=100), "retrieval", LengthDistribution.point(900))
+    assert said == {"retrieval": (100, 100), "history": (100, 100)}
+    assert p.said(query(), "retrieval", LengthDistribution.point(900))["retrieval"] == pytest.approx(
+        (900, 900), rel=0.2
+    )

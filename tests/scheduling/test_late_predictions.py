@@ -171,3 +171,19 @@ def test_lengths_refined_while_decoding_change_no_decision_of_alise(blocks: int)
         return found
 
     assert decisions(refined=True) == decisions(refined=False)
+
+
+def test_a_predictor_that_was_further_off_than_the_history_is_no_longer_believed(one_seat: dict[str, Any]) -> None:
+    rig = Rig(options={**one_seat, "prediction": {"sources": ["retrieval", "history"]}})
+    taken = []
+    for number in range(70):
+        rig.add(f"r{number}", length=6)
+        taken.append(rig.scheduler.update_predictions([[f"r{number}", nine(200, 300), "retrieval"]]))
+        rig.drain()
+    assert taken[:50] == [1] * 50, "nothing is known of it yet"
+    assert taken[-10:] == [0] * 10
+    for number in range(70, 700):
+        rig.add(f"r{number}", length=6 + 30 * (number % 2))
+        taken.append(rig.scheduler.update_predictions([[f"r{number}", nine(6 + 30 * (number % 2), 40), "retrieval"]]))
+        rig.drain()
+    assert taken[-1] == 1, "it was judged all the while, and has learned"

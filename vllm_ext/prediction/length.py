@@ -10,6 +10,7 @@ from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
 from vllm_ext.prediction.hint_weights import HintWeights
 from vllm_ext.prediction.history import LengthHistory
 from vllm_ext.prediction.query import LengthQuery, LengthSource
+from vllm_ext.prediction.source_losses import Said, SourceLosses, quantiles
 
 HINT = "hint"
 _PRIOR_SPREAD = 1.0
@@ -36,6 +37,7 @@ class LengthPredictor:
         """
         self.sources = tuple(sources)
         self.hints = hints
+        self._losses = SourceLosses()
         self._prior = LengthDistribution.lognormal(math.log(prior_tokens), _PRIOR_SPREAD)
         self._preference = tuple(s.name for s in sources) if preference is None else tuple(preference)
 
@@ -67,17 +69,30 @@ class LengthPredictor:
         mixed = distribution.mixed(announced, self.hints.weight(query.client))
         return Prediction(mixed.capped(query.max_tokens), HINT, beside=source)
 
-    def observe(self, query: LengthQuery, output_tokens: int) -> None:
-        """Tell every source how long a finished request became."""
+    def said(self, query: LengthQuery, name: str, late: LengthDistribution) -> Said:
+        """Return what is to be judged when the request has ended: a late answer, and those that are given at once."""
+        at_once = {source.name: source.predict(query) for source in self.sources}
+        answers = {name: late, **{source: found for source, found in at_once.items() if found is not None}}
+        return {source: quantiles(found.capped(query.max_tokens)) for source, found in answers.items()}
+
+    def observe(self, query: LengthQuery, output_tokens: int, said: Said | None = None) -> None:
+        """Tell every source how long a finished request became; ``said`` is judged by it, if a late answer came."""
+        self._losses.observe(said or {}, output_tokens)
         if query.osl is not None and self.hints is not None:
             self.hints.observe(query.client, min(query.osl, query.max_tokens), output_tokens)
         for source in self.sources:
             source.observe(query, output_tokens)
 
     def prefers(self, name: str, to: Prediction) -> bool:
-        """Whether a source is preferred to what a prediction rests on; to the prior always, to the oracle never."""
+        """Whether a source is preferred to what a prediction rests on; to the prior always, to the oracle never.
+
+        Of two that have answered for the same requests, the one that was nearer is; before that, the one named first.
+        """
         basis = to.beside or to.source
-        return basis != "oracle" and self._goes_before(name, basis)
+        if basis == "oracle" or name not in self._preference:
+            return False
+        nearer = self._losses.is_nearer(name, basis)
+        return self._goes_before(name, basis) if nearer is None else nearer
 
     def _goes_before(self, name: str, other: str) -> bool:
         order = self._preference
