@@ -14,6 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_ext import tiny_model
 from vllm_ext.config import ConfigError, parse, tuned
 from vllm_ext.config.tuned import Expected, For, Measured, Settings, Tuned
+from vllm_ext.launch import tuned as launch_tuned
 from vllm_ext.launch.arguments import SCHEDULER
 
 
@@ -77,6 +78,17 @@ def test_where_only_vllms_flags_were_found_vllm_schedules(model: str, tmp_path: 
     assert config.scheduler_config.scheduler_cls is None
     assert "vllm_ext" not in config.additional_config
     assert config.scheduler_config.max_num_batched_tokens == 256
+
+
+def test_kv_in_8_bits_is_set_where_it_was_allowed(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = file(tmp_path, model, settings=Settings(kv_cache_dtype="fp8"))
+    args = EngineArgs(model=model, additional_config={"vllm_ext": {"tuned": path}})
+    found = launch_tuned.of(args.additional_config)
+    assert found is not None
+    with caplog.at_level(logging.INFO, logger="vllm.vllm_ext"), found.applied(args):
+        assert args.kv_cache_dtype == "fp8"
+    assert "sets --kv-cache-dtype fp8;" in caplog.text
+    assert args.kv_cache_dtype == "auto"
 
 
 def test_the_arguments_may_be_used_again(model: str, tmp_path: Path) -> None:

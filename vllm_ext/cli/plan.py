@@ -17,7 +17,7 @@ from vllm_ext.report.plots import Series, lines
 from vllm_ext.report.results import without_folder
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.plan import evidence, search
-from vllm_ext.simulation.plan.answer import SHOWN_AT, Answer, Doubt, answer, doubt
+from vllm_ext.simulation.plan.answer import Answer, Doubt, answer, doubt, nearest, parts_of_choice
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, DEFAULT, VLLM, Candidate
 from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, parts_of
@@ -49,7 +49,8 @@ def _plan(args: argparse.Namespace) -> int:
     loads = search.LOADS if args.loads is None else _loads(args.loads)
     ttft_s = [tier.ttft.base_s for tier in base.workload.tiers if tier.ttft and tier.ttft.base_s]
     short_ms = 1000 * min(ttft_s, default=evidence.SHORT_TTFT_MS / 1000)
-    objective = Objective(with_slo=bool(base.workload.tiers), tolerance=args.tolerance, short_ttft_ms=short_ms)
+    objective = Objective(with_slo=bool(base.workload.tiers), tolerance=args.tolerance, short_ttft_ms=short_ms,
+                          allow_fp8_kv=args.allow_fp8_kv)  # fmt: skip
     workload = build(base.workload)
     parts = parts_of(workload)
     resolved = resolve(base)
@@ -177,23 +178,16 @@ def _advice(
 
 def _brings(found: Answer) -> Iterator[str]:
     """What each change brings by itself, and together, at the load nearest to `SHOWN_AT`."""
-    load = min(found.pair, key=lambda one: abs(one - SHOWN_AT))
-    choice, metric = found.choice, found.objective.metric
-    alone = {
-        "the flags of vLLM": Candidate(tokens=choice.tokens, seats=choice.seats, reserve=choice.reserve),
-        f"--scheduler-cls {choice.system.name}": Candidate(system=choice.system),
-        "together": choice,
-    }
+    load, choice, metric = nearest(found.pair), found.choice, found.objective.metric
+    shown = {label: one for label, one in parts_of_choice(choice).items() if one not in (DEFAULT, choice)}
+    shown |= {"together" if shown else "this": choice} if choice != DEFAULT else {}
+    fp8 = [one for one in found.tried.metrics if one.fp8_kv and one != choice]
+    shown |= {f"{one.name} (--kv-cache-dtype fp8 changes the model's answers)": one for one in fp8}
     what = "of the share of met objectives" if found.objective.with_slo else "of the mean end-to-end latency"
-    for label, candidate in alone.items():
-        if (
-            candidate in found.tried.metrics
-            and candidate != DEFAULT
-            and not (label != "together" and candidate == choice)
-        ):
-            over = found.over(candidate, load, metric)
+    for label, candidate in shown.items():
+        if load in found.tried.metrics.get(candidate, {}):
             sure = "" if found.is_difference(candidate, load, metric) else ": no difference"
-            yield f"at {load:g} of saturation, {label}: {over} {what}{sure}"
+            yield f"at {load:g} of saturation, {label}: {found.over(candidate, load, metric)} {what}{sure}"
 
 
 def _doubted(unsure: Doubt) -> Iterator[str]:
@@ -220,6 +214,7 @@ def _command(base: SimulationSpec, choice: Candidate) -> str:
     }  # fmt: skip
     words = ["vllm", "serve", hardware.model, *choice.system.flags]
     words += [word for flag, value in given.items() if value is not None for word in (flag, f"{value}")]
+    words += ["--kv-cache-dtype", "fp8"] if choice.fp8_kv else []
     words += [] if engine.prefix_caching else ["--no-enable-prefix-caching"]
     words += [] if engine.async_scheduling else ["--no-async-scheduling"]
     return shlex.join(words)
@@ -271,7 +266,7 @@ def _tuned(
             scheduler_cls=None if choice.system is AS_IT_IS else choice.system.system,
             max_num_batched_tokens=limits.max_num_batched_tokens if choice.tokens else None,
             max_num_seqs=limits.max_num_seqs if choice.seats or choice.tokens else None,
-            watermark=choice.reserve, options=options,
+            watermark=choice.reserve, kv_cache_dtype="fp8" if choice.fp8_kv else None, options=options,
         ),
         measured=tuned.Measured(
             command=spec_flags.command_line(args.command_line), trace=Path(workload.name).name,
@@ -327,6 +322,10 @@ def _parser() -> Parser:
     parser.add_argument(
         "--tolerance", type=_tolerance, default=0.05, metavar="SHARE",
         help="by how much the P99 of the end-to-end latency may get worse (default: 0.05)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--allow-fp8-kv", action="store_true",
+        help="let KV in 8 bits be recommended, which changes the model's answers (default: it is shown only)",
     )  # fmt: skip
     parser.add_argument(
         "--save", type=common_flags.output_file(), metavar="FILE",

@@ -37,6 +37,7 @@ class Settings(_Part):
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     max_num_seqs: int | None = Field(default=None, ge=1)
     watermark: Annotated[float | None, Field(ge=0, lt=1)] = None
+    kv_cache_dtype: Literal["fp8"] | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     """Of vllm-ext, as under ``vllm_ext`` in ``--additional-config``."""
 

@@ -15,7 +15,7 @@ from vllm_ext.config.tuned import Tuned, load
 
 logger = logging.getLogger("vllm.vllm_ext.tuned")
 
-_LIMITS = {"max_num_batched_tokens": None, "max_num_seqs": None, "watermark": 0.0}
+_LIMITS = {"max_num_batched_tokens": None, "max_num_seqs": None, "watermark": 0.0, "kv_cache_dtype": "auto"}
 """Settings of vLLM's, and their values where the user gave none."""
 _SAME_MEMORY = 0.1
 """Devices of one name differ by less in the memory that they show."""
@@ -63,7 +63,7 @@ class Settings:
         set_here, by_hand = list[str](), list[str]()
         for name, default in _LIMITS.items():
             if (value := getattr(self.found.settings, name)) is not None:
-                flag = f"--{name.replace('_', '-')} {value:g}"
+                flag = f"--{name.replace('_', '-')} {value}"
                 (by_hand if before[name] != default else set_here).append(flag)
                 if before[name] == default:
                     setattr(engine_args, name, value)

@@ -14,6 +14,7 @@ from vllm_ext.simulation.plan.candidates import (
     nearby,
     systems,
     with_budget,
+    with_fp8_kv,
 )  # fmt: skip
 from vllm_ext.simulation.spec import SimulationSpec, resolve
 
@@ -82,3 +83,20 @@ def test_neighbours_are_one_step_away() -> None:
         4096,
     ]
     assert AS_IT_IS.name == "vLLM"
+
+
+def test_kv_in_8_bits_is_tried_where_it_makes_room() -> None:
+    spec = described(engine={"max_model_len": 4096})
+    (found,) = with_fp8_kv(Candidate(tokens=512), spec)
+    assert (found.name, found.flags()[-2:], found.changes) == (
+        "vLLM, 512 tokens, fp8 KV", ["--kv-cache-dtype", "fp8"], 2
+    )  # fmt: skip
+    blocks = [resolve(one.on(spec)).num_blocks for one in (found, Candidate(tokens=512))]
+    assert blocks[0] == pytest.approx(2 * blocks[1], abs=1)
+    for fields in (
+        {"hardware": {"model": "opt-13b", "device": "v100"}},
+        {"hardware": {"kv_dtype_bytes": 1}},
+        {"engine": {"num_blocks": 100}},
+        {"engine": {"options": {"kv_tier": {"gib": 4.0}}}},
+    ):
+        assert with_fp8_kv(DEFAULT, SimulationSpec.model_validate(fields)) == [], fields

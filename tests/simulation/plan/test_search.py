@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.simulation.plan.answer import Answer, answer, doubt
+from vllm_ext.simulation.plan.answer import Answer, answer, doubt, parts_of_choice
 from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate
 from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts, at, parts_of
@@ -104,6 +104,31 @@ def test_the_best_budget_and_system_are_found_together(make: Callable[..., Bench
 def test_a_system_that_brings_nothing_is_not_recommended(make: Callable[..., Bench]) -> None:
     _, found = planned(make(lambda spec: measured(spec, lambda s: by_budget(s) * (1.005 if s.engine.options else 1.0))))
     assert found.choice.name == "vLLM, 256 tokens"
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_kv_in_8_bits_is_shown_and_chosen_only_if_that_is_allowed(make: Callable[..., Bench], allowed: bool) -> None:
+    bench = make(lambda spec: measured(spec, lambda s: by_budget(s) * (3 if s.hardware.kv_dtype_bytes == 1 else 1)))
+    _, found = planned(bench, Objective(with_slo=False, allow_fp8_kv=allowed))
+    fp8 = Candidate(tokens=256, fp8_kv=True)
+    assert found.over(fp8, 0.9, "e2e_mean_ms").value == pytest.approx(3 * 1.4)
+    assert found.choice == (fp8 if allowed else Candidate(tokens=256))
+    assert ("--allow-fp8-kv" in found.rejected.get(fp8.name, "")) is not allowed
+
+
+def test_what_a_choice_consists_of_is_run_for_the_reader(make: Callable[..., Bench]) -> None:
+    """With 512 tokens the system is best, with its own budget it is worse than vLLM: it is no finalist by itself."""
+
+    def better(spec: SimulationSpec) -> float:
+        ours = spec.engine.system == "past-future"
+        return (1.5 if spec.engine.max_num_batched_tokens == 256 else 0.9) if ours else by_budget(spec)
+
+    _, found = planned(make(lambda spec: measured(spec, better)))
+    assert found.choice.name == "past-future, 256 tokens"
+    parts = parts_of_choice(found.choice)
+    assert {label: found.over(one, 0.9, "e2e_mean_ms").value for label, one in parts.items()} == {
+        "the flags of vLLM": pytest.approx(1.4), "--scheduler-cls past-future": pytest.approx(0.9),
+    }  # fmt: skip
 
 
 def test_where_nothing_helps_the_server_stays_as_it_is(make: Callable[..., Bench]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_ext.simulation.plan import evidence
-from vllm_ext.simulation.plan.candidates import DEFAULT, LEAST_TOKENS, Candidate, unique, with_budget
+from vllm_ext.simulation.plan.candidates import AS_IT_IS, DEFAULT, LEAST_TOKENS, Candidate, unique, with_budget
 from vllm_ext.simulation.plan.evidence import Metrics, Objective, Ratio
-from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Parts, Tried
+from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts, Tried
 from vllm_ext.simulation.plan.search import SLACK, Coarse, Saturation, saturation
 from vllm_ext.simulation.spec import resolve, with_values
 
@@ -90,8 +90,31 @@ def answer(
         found = Answer(choice, tried, pair, rejected, objective)
         judged = [load for load in loads if load <= evidence.JUDGED_UP_TO]
         if choice == DEFAULT or any(found.is_difference(choice, load, objective.metric) for load in judged):
+            _try_parts(bench, part, found, loads, saturated)
             return found
         del scores[choice]
+
+
+def parts_of_choice(choice: Candidate) -> dict[str, Candidate]:
+    """Return what a choice consists of, by what it changes: vLLM's own settings, and who schedules."""
+    return {
+        "the flags of vLLM": replace(choice, system=AS_IT_IS),
+        f"--scheduler-cls {choice.system.system}": Candidate(system=choice.system),
+    }
+
+
+def _try_parts(bench: Bench, part: Part, found: Answer, loads: Sequence[float], saturated: Saturation) -> None:
+    """Run what the choice consists of, where that was no finalist, so that the reader sees what each part brings."""
+    shown = nearest(loads)
+    others = [one for one in parts_of_choice(found.choice).values() if one not in (DEFAULT, found.choice)]
+    others = [one for one in others if shown not in found.tried.metrics.get(one, {})]
+    tried = bench.tried(others, part, (shown,), saturated.rate_per_s)
+    found.tried.metrics.update(tried.metrics)
+
+
+def nearest(loads: Iterable[float]) -> float:
+    """Return the load at which parts are told apart."""
+    return min(loads, key=lambda load: abs(load - SHOWN_AT))
 
 
 @dataclass(frozen=True)

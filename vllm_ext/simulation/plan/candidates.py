@@ -13,6 +13,8 @@ VLLM = "upstream-fcfs"
 LEAST_TOKENS, MOST_TOKENS = 128, 8192
 """Bounds of the budgets that are tried, all powers of two between them and the server's own."""
 RESERVE = 0.05
+_NO_FP8 = ("v100", "v100-16", "cpu")
+"""Devices for which vLLM has no attention that reads KV in fp8: it takes compute capability 8.0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,8 @@ class Candidate:
     """Requests that may run; None: as it is."""
     reserve: float | None = None
     """Share of the KV blocks that is kept free at admission; None: as it is."""
+    fp8_kv: bool = False
+    """KV in 8 bits, which changes the model's answers a little."""
 
     @property
     def name(self) -> str:
@@ -89,6 +93,7 @@ class Candidate:
         changed = {"tokens": self.tokens, "seats": self.seats}
         parts = [f"{value} {what}" for what, value in changed.items() if value is not None]
         parts += [f"{100 * self.reserve:g} % reserve"] if self.reserve is not None else []
+        parts += ["fp8 KV"] if self.fp8_kv else []
         return ", ".join([self.system.name, *parts]) if parts or self.system is not AS_IT_IS else "vLLM as it is"
 
     @property
@@ -100,11 +105,12 @@ class Candidate:
     @property
     def changes(self) -> int:
         """How many things it changes: of two that serve alike, the one with fewer is better."""
-        return len(self.settings) + (self.system is not AS_IT_IS)
+        return len(self.settings) + self.fp8_kv + (self.system is not AS_IT_IS)
 
     def flags(self) -> list[str]:
         """Return the flags of ``vllm serve`` that make the server one."""
         given = [(f"--{name.replace('_', '-')}", f"{value:g}") for name, value in self.settings.items()]
+        given += [("--kv-cache-dtype", "fp8")] if self.fp8_kv else []
         return [*self.system.flags, *(word for pair in given for word in pair)]
 
     def on(self, base: SimulationSpec) -> SimulationSpec:
@@ -117,6 +123,7 @@ class Candidate:
         changes: dict[str, Any] = {"engine.system": self.system.system, "engine.options": options}
         own = self.system.options or {}
         changes |= {f"engine.{name}": value for name, value in {**self.settings, **own}.items()}
+        changes |= {"hardware.kv_dtype_bytes": 1} if self.fp8_kv else {}
         return checked(with_values(base, changes))
 
 
@@ -153,6 +160,13 @@ def nearby(candidate: Candidate, resolved: Resolved) -> Iterator[Candidate]:
         yield replace(candidate, seats=seats // 2)
     if candidate.reserve is None and candidate.system is AS_IT_IS:
         yield replace(candidate, reserve=RESERVE)
+
+
+def with_fp8_kv(candidate: Candidate, base: SimulationSpec) -> list[Candidate]:
+    """Return a candidate with KV in 8 bits, in a list that is empty where that makes no room, or a tier refuses it."""
+    hardware, engine = base.hardware, base.engine
+    fits = hardware.kv_dtype_bytes > 1 and engine.num_blocks is None and "kv_tier" not in engine.options
+    return [replace(candidate, fp8_kv=True)] if fits and hardware.device not in _NO_FP8 else []
 
 
 def unique(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -85,6 +85,8 @@ class Objective:
     """By how much the P99 of the end-to-end latency may be worse than on the server as it is."""
     short_ttft_ms: float = SHORT_TTFT_MS
     """The objective for the TTFT, if there is one."""
+    allow_fp8_kv: bool = False
+    """Whether KV in 8 bits may be chosen, which changes the model's answers; else it is shown only."""
 
     @property
     def metric(self) -> str:

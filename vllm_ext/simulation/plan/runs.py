@@ -107,7 +107,9 @@ class Tried:
         base, scores = self.metrics[DEFAULT], dict[Candidate, float]()
         out = {candidate.name: f"failed {why}" for candidate, why in self.failed.items()}
         for candidate in self.whole(loads):
-            if broken := objective.broken(self.metrics[candidate], base, slack):
+            if candidate.fp8_kv and not objective.allow_fp8_kv:
+                out[candidate.name] = "changes the model's answers; --allow-fp8-kv lets it be chosen"
+            elif broken := objective.broken(self.metrics[candidate], base, slack):
                 out[candidate.name] = broken
             else:
                 scores[candidate] = objective.score(self.metrics[candidate], base)

@@ -17,6 +17,7 @@ from vllm_ext.simulation.plan.candidates import (
     systems,
     unique,
     with_budget,
+    with_fp8_kv,
 )  # fmt: skip
 from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts
@@ -149,7 +150,7 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
     # A short run does not see all that a small budget costs: what breaks a limit in a long one needs another behind it.
     larger = (one for one in ranked if (one.tokens or own) > (choice.tokens or own) and one != DEFAULT)
     runner_up = next(larger, choice)
-    finalists = unique([DEFAULT, vllm, alone, choice, runner_up])
+    finalists = unique([DEFAULT, vllm, alone, choice, runner_up, *with_fp8_kv(choice, bench.base)])
     for candidate in scores:
         if candidate not in finalists:
             dropped[candidate.name] = _over(scores[candidate])
