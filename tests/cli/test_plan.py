@@ -117,7 +117,7 @@ def test_real_runs_end_in_an_answer(
 def test_a_failed_run_is_named_and_the_next_plan_runs_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran = made_up(monkeypatch, failing="auto")
+    ran = made_up(monkeypatch, failing="past-future")
     arguments = ["--trace", str(trace(tmp_path / "mine.jsonl")), *FAST]
     assert main(arguments) == 0
     shown = capsys.readouterr()
@@ -125,7 +125,7 @@ def test_a_failed_run_is_named_and_the_next_plan_runs_it_alone(
     assert "dropped: auto: failed at 0.9: ArithmeticError: not today" in shown.err
     before = len(ran)
     assert main(arguments) == 0
-    assert set(ran[before:]) == {"auto"}
+    assert set(ran[before:]) == {"past-future"}
 
 
 def test_policy_of_ones_own_is_one_more_candidate(

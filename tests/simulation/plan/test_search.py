@@ -30,7 +30,7 @@ def measured(spec: SimulationSpec, better: Model) -> dict[str, float]:
     load = rate / CARRIES
     mean = 1000.0 * (1 + max(0.0, load)) / better(spec)
     part = {"e2e_mean_ms": mean, "e2e_p99_ms": 5 * mean, "ttft_p90_ms": 100.0}
-    if engine.system == "auto":
+    if engine.system == "past-future":
         part["e2e_p99_ms"] *= 2
     # Windows differ a little, as those of two runs do.
     windows = {f"window_{k}.{name}": value * (1 + 0.001 * k) for k in range(4) for name, value in part.items()}
@@ -97,7 +97,7 @@ def test_the_best_budget_and_system_are_found_together(make: Callable[..., Bench
     assert {"vLLM as it is", "vLLM, 256 tokens", "alise", "alise, 256 tokens"} <= {c.name for c in coarse.finalists}
     assert found.helps_from == 0.5
     assert found.over(found.choice, 0.9, "e2e_mean_ms").value == pytest.approx(1.4 * 1.3)
-    assert "auto" in " ".join(coarse.dropped)
+    assert "past-future" in " ".join(coarse.dropped)
     assert not set(coarse.dropped) & {one.name for one in coarse.finalists}
 
 
@@ -120,14 +120,14 @@ def test_what_a_choice_consists_of_is_run_for_the_reader(make: Callable[..., Ben
     """With 512 tokens the system is best, with its own budget it is worse than vLLM: it is no finalist by itself."""
 
     def better(spec: SimulationSpec) -> float:
-        ours = spec.engine.system == "past-future"
+        ours = spec.engine.system == "alise+past-future"
         return (1.5 if spec.engine.max_num_batched_tokens == 256 else 0.9) if ours else by_budget(spec)
 
     _, found = planned(make(lambda spec: measured(spec, better)))
-    assert found.choice.name == "past-future, 256 tokens"
+    assert found.choice.name == "alise+past-future, 256 tokens"
     parts = parts_of_choice(found.choice)
     assert {label: found.over(one, 0.9, "e2e_mean_ms").value for label, one in parts.items()} == {
-        "the flags of vLLM": pytest.approx(1.4), "--scheduler-cls past-future": pytest.approx(0.9),
+        "the flags of vLLM": pytest.approx(1.4), "--scheduler-cls alise+past-future": pytest.approx(0.9),
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from vllm_ext.datasets import DatasetError
-from vllm_ext.simulation.workloads import synthetic
+from vllm_ext.simulation.workloads import sources, synthetic
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.requests import SimRequest
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -206,3 +206,35 @@ def test_parts_of_a_mix_draw_from_streams_of_their_own() -> None:
     for request in load.start():
         parts[request.output_tokens <= 5].append(request.prompt_tokens)
     assert parts[True][:10] != parts[False][:10]
+
+
+def test_a_file_is_read_again_only_if_it_or_what_is_asked_of_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    load = sources.datasets.load
+    monkeypatch.setattr(
+        sources.datasets, "load", lambda path, *args, **more: (read.append(path), load(path, *args, **more))[1]
+    )
+    source = counts(tmp_path, (1, 2), (3, 4), (5, 6))
+    for fields in (
+        {},
+        {"rate_per_s": 3.0},
+        {"seed": 5},
+        {"num_requests": 1},
+        {"sample": "with-replacement", "num_requests": 9},
+    ):
+        workload(source=source, **fields)
+    assert len(read) == 1
+    assert lengths(source=source, scale_prompt=10.0) == [(10, 2), (30, 4), (50, 6)]
+    assert len(read) == 2
+    assert lengths(source=counts(tmp_path, (7, 8), (9, 9), (1, 1), (2, 2))) == [
+        (7, 8),
+        (9, 9),
+        (1, 1),
+        (2, 2),
+    ]
+    assert len(read) == 3
+    for tokens in range(1, 9):
+        workload(source=source, max_output_tokens=tokens)
+    assert len(sources._read) == sources._MOST_READ

@@ -55,14 +55,14 @@ def systems(spec: SimulationSpec) -> tuple[System, ...]:
         _ours("alise", _LEARNT),
         System(name="alise, for the tail", system="alise", options={"options.ordering.gamma": 1.0},
                flags=("--scheduler-cls", "alise", "--ext-optimise", "tail"), needs=_LEARNT),
-        _ours("auto", _LEARNT),
         _ours("past-future", _LEARNT),
         _ours("alise+past-future", _LEARNT),
     ]  # fmt: skip
     if gaps:
         follows = "its token budget follows the objective for the time between tokens (--tbt-slo-ms)"
         found += [_ours("sarathi", follows), _ours("alise+sarathi", follows)]
-    if targets:
+    if targets:  # without any, auto is alise
+        found.append(_ours("auto", _LEARNT))
         found.append(_ours("accelgen", "requests bring their objectives, or --ttft-slo-ms and --tbt-slo-ms do"))
     if spec.workload.conversations and "kv_tier" in spec.engine.options:
         found += [_ours("pensieve"), _ours("alise+pensieve", _LEARNT)]

@@ -18,7 +18,7 @@ WINDOWS = 8
 """Parts of a run that are compared with the same parts of another: a ratio's interval is made of theirs."""
 _SEARCHED = 3
 """The first of so many parts of the trace is searched on, the others are for the final table."""
-_MOST_REQUESTS = 3000
+_MOST_REQUESTS = 2000
 """Of the final table: more would take longer than anybody waits, and change little."""
 _SEEDS = 100
 """Between the seeds of the search and of the final table, where requests are drawn."""

@@ -28,7 +28,7 @@ LOADS = (0.5, 0.7, 0.9, 1.0, 1.2)
 """Multiples of the rate at which the server as it is saturates."""
 _SEARCH_LOADS = (0.7, 0.9, 1.0)
 _FIRST_LOADS = (0.9, 1.0)
-_SATURATION_REQUESTS, _FIRST_REQUESTS, _SECOND_REQUESTS = 2000, 400, 1500
+_SATURATION_REQUESTS, _FIRST_REQUESTS, _SECOND_REQUESTS = 2000, 400, 1000
 SLACK = 0.05
 """On the short runs of the search."""
 _OVERLOADED = 1.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,37 @@ def _preset(workload: WorkloadSpec, spec: SourceSpec, part: int, preset: synthet
     )
 
 
-def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
+class _Rows(NamedTuple):
+    """A file that was read."""
+
+    dataset: datasets.Dataset
+    sessions: list[Session]
+    """What is left of it after the filters, in its order."""
+
+
+_WHEN = {"arrivals", "rate_per_s", "cv", "clients", "duration_s", "num_requests", "skip_requests", "seed", "sample"}
+"""Fields of a workload that rows are read alike for: when requests come, how many, and in which order."""
+_MOST_READ = 2
+_read: OrderedDict[tuple[object, ...], _Rows] = OrderedDict()
+"""Files that were read last, by what decides what is read: one search simulates the same file a hundred times."""
+
+
+def _rows(workload: WorkloadSpec, spec: SourceSpec, part: int) -> _Rows:
+    path = _existing(spec.source, "source")
+    if spec.prompts_from is not None:  # whose lengths are drawn
+        return _read_rows(workload, spec, part)
+    found = path.stat()
+    described = workload.model_dump_json(exclude=_WHEN), spec.model_dump_json(exclude=_WHEN)
+    key = (path.resolve(), found.st_mtime_ns, found.st_size, *described)
+    if key not in _read:
+        _read[key] = _read_rows(workload, spec, part)
+    _read.move_to_end(key)
+    while len(_read) > _MOST_READ:
+        _read.popitem(last=False)
+    return _read[key]
+
+
+def _read_rows(workload: WorkloadSpec, spec: SourceSpec, part: int) -> _Rows:
     path, count = _existing(spec.source, "source"), _token_counter(spec.tokenizer)
     if spec.conversations:
         _refuse(spec, ("format", "prompts_from"), "conversations, which are in the sharegpt format")
@@ -212,6 +243,11 @@ def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
                 session = session._replace(conversation=began, earlier=tuple(earlier))
                 earlier.append(fitted[0])
             found.append(session)
+    return _Rows(dataset, found)
+
+
+def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
+    dataset, found = _rows(workload, spec, part)
     rows = len(found)
     if not rows:
         raise DatasetError(
