@@ -45,8 +45,8 @@ def made_up(monkeypatch: pytest.MonkeyPatch, failing: str = "", rejected: float 
         part = {"e2e_mean_ms": mean, "e2e_p99_ms": 3 * mean, "ttft_p90_ms": 100.0, "tbt_p99_ms": 200.0 / better**2}
         windows = {f"window_{k}.{name}": value * (1 + 0.001 * k) for k in range(4) for name, value in part.items()}
         requests = float(spec.workload.num_requests or 0)
-        counts = {"requests": requests, "rejected_requests": rejected}
-        return {**part, **windows, **counts, "middle_requests_per_s": min(rate, 4.0)}
+        counts = {"requests": requests, "rejected_requests": rejected, "output_tokens": 100 * requests}
+        return {**part, **windows, **counts, "middle_requests_per_s": min(rate, 4.0 * better)}
 
     monkeypatch.setattr(pools, "simulate_point", point)
     return ran
@@ -82,6 +82,7 @@ def test_the_answer_is_a_command_with_what_each_change_brings(
     brought = [line for line in said if line.startswith("at 0.9 of saturation, ")]
     assert [line.split(": ")[1].split()[0] for line in brought] == ["1.50", "1.20", "1.80"]
     assert "it is better for certain from 0.5 of saturation on" in said
+    assert "it carries 7.2 requests/s, 1.80 times what the server carries as it is" in said
     assert "<svg" in plot.read_text(encoding="utf-8")
     result = json.loads(printed.out.splitlines()[-1])
     assert result == json.loads(out.read_text(encoding="utf-8"))
@@ -94,6 +95,77 @@ def test_the_answer_is_a_command_with_what_each_change_brings(
     assert (found.made_for.layers, found.made_for.hidden, found.made_for.device) == (32, 4096, "h100")
     assert found.expected[2].mean_e2e == pytest.approx(1.8)
     assert str(tmp_path) not in saved.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "recommended", "status"),
+    [
+        ((), "alise, 256 tokens", 0),
+        (("--keep", "scheduler"), "vLLM, 256 tokens", 0),
+        (("--keep", "tokens,seats"), "alise", 0),
+        (("--constraint", "e2e_p99_ms<=5100"), "alise, 256 tokens", 0),
+        (("--constraint", "e2e_p99_ms<=5100", "--keep", "tokens"), "alise", 3),
+    ],
+)
+def test_what_must_stay_stays_and_what_must_hold_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...], recommended: str, status: int,
+) -> None:  # fmt: skip
+    """The P99 at the trace's own load is 9000 ms as it is, 7500 with the system, 5000 with both."""
+    made_up(monkeypatch)
+    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), *flags, *FAST]) == status
+    shown = capsys.readouterr()
+    config = json.loads(shown.out.splitlines()[-1])["config"]
+    assert config["recommended"] == recommended
+    assert config["constraints_hold"] is (status == 0)
+    assert ("no server that was tried keeps to every --constraint at your load" in shown.err) is (status == 3)
+    if status == 3:
+        assert "dropped: alise: e2e_p99_ms<=5100 does not hold at your load: 7500" in shown.err
+
+
+def test_a_price_says_what_requests_cost_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(monkeypatch)
+    path = trace(tmp_path / "mine.jsonl", gap_s=0.2)
+    flags = ["--price-per-hour", "1.8", "--tensor-parallel-size", "2"]
+    assert main(["--trace", str(path), *flags, *FAST]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "cost as it is, at capacity: 0.25 per 1,000 requests, 2.5 per million output tokens; your load needs 2 servers"
+        in said
+    )
+    assert (
+        "cost recommended, at capacity: 0.139 per 1,000 requests, 1.39 per million output tokens; your load needs 1 s"
+        in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--keep", "everything", "must be among scheduler, tokens, seats, reserve, kv-dtype"),
+        ("--constraint", "fast please", "must be a metric, one of"),
+        ("--price-per-hour", "-1", "must be a number above 0"),
+        ("--price-per-hour", "nan", "must be a number above 0"),
+    ],
+)
+def test_wrong_wishes_are_one_line(flag: str, value: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([f"{flag}={value}"])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_constraint_on_what_is_not_measured_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(monkeypatch)
+    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), "--constraint", "ttft_p95_ms<=1", *FAST]) == 2
+    assert (
+        "metric='ttft_p95_ms' of a constraint: the run did not measure it; it has ttft_p90_ms"
+        in capsys.readouterr().err
+    )
 
 
 def test_real_runs_end_in_an_answer(
@@ -121,8 +193,8 @@ def test_a_failed_run_is_named_and_the_next_plan_runs_it_alone(
     arguments = ["--trace", str(trace(tmp_path / "mine.jsonl")), *FAST]
     assert main(arguments) == 0
     shown = capsys.readouterr()
-    assert "0.9 of saturation: auto: failed: ArithmeticError: not today" in shown.err
-    assert "dropped: auto: failed at 0.9: ArithmeticError: not today" in shown.err
+    assert "0.9 of saturation: past-future: failed: ArithmeticError: not today" in shown.err
+    assert "dropped: past-future: failed at 0.9: ArithmeticError: not today" in shown.err
     before = len(ran)
     assert main(arguments) == 0
     assert set(ran[before:]) == {"past-future"}

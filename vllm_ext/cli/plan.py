@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import vllm_ext
@@ -18,11 +20,12 @@ from vllm_ext.report.results import without_folder
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.plan import evidence, search
 from vllm_ext.simulation.plan.answer import Answer, Doubt, answer, doubt, nearest, parts_of_choice
-from vllm_ext.simulation.plan.candidates import AS_IT_IS, DEFAULT, VLLM, Candidate
+from vllm_ext.simulation.plan.candidates import AS_IT_IS, CHANGED, DEFAULT, VLLM, Candidate
 from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, parts_of
 from vllm_ext.simulation.plan.search import Coarse, Saturation
 from vllm_ext.simulation.spec import SimulationSpec, checked, resolve, with_values
+from vllm_ext.simulation.sweep.capacity import Constraint
 from vllm_ext.simulation.sweep.pools import local_pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore, versions
 from vllm_ext.simulation.workloads.build import GeneratedWorkload, build, mean_rate
@@ -30,7 +33,7 @@ from vllm_ext.simulation.workloads.build import GeneratedWorkload, build, mean_r
 PROG = "vllm-ext plan"
 _SHOWN = {
     "e2e mean ms": evidence.MEAN, "P99": evidence.P99, "TTFT P90 ms": evidence.TTFT_P90, "TBT P99 ms": "tbt_p99_ms",
-    "preemptions": "preemptions",
+    "preemptions": "preemptions", "KV used": "mean_kv_used_fraction",
 }  # fmt: skip
 _SLO_SHOWN = {"SLO met": evidence.ATTAINMENT, "goodput req/s": "goodput_requests_per_s"}
 
@@ -50,7 +53,7 @@ def _plan(args: argparse.Namespace) -> int:
     ttft_s = [tier.ttft.base_s for tier in base.workload.tiers if tier.ttft and tier.ttft.base_s]
     short_ms = 1000 * min(ttft_s, default=evidence.SHORT_TTFT_MS / 1000)
     objective = Objective(with_slo=bool(base.workload.tiers), tolerance=args.tolerance, short_ttft_ms=short_ms,
-                          allow_fp8_kv=args.allow_fp8_kv)  # fmt: skip
+                          allow_fp8_kv=args.allow_fp8_kv, constraints=tuple(args.constraint))  # fmt: skip
     workload = build(base.workload)
     parts = parts_of(workload)
     resolved = resolve(base)
@@ -72,8 +75,9 @@ def _plan(args: argparse.Namespace) -> int:
         bench = Bench(base, store, pool, tell)
         try:
             saturated = search.saturation(bench, parts, own_rate)
+            objective = replace(objective, own_load=saturated.own_load)
             say(f"saturates at {saturated.rate_per_s:.4g} requests/s; your load is {saturated.own_load:.2f} of that")
-            coarse = search.search(bench, parts, objective, saturated)
+            coarse = search.search(bench, parts, objective, saturated, args.keep)
             flags = shlex.join(coarse.choice.flags()) or "none"
             say(f"coarse, by {parts.search.count} requests: {coarse.choice.name}; flags: {flags}")
             found = answer(bench, parts, objective, saturated, coarse, loads)
@@ -85,13 +89,14 @@ def _plan(args: argparse.Namespace) -> int:
     made = _result(args, base, saturated, found, coarse, unsure, workload)
     everything = [metrics for runs in found.tried.metrics.values() for metrics in runs.values()]
     incomplete = left_out.lines(everything, base, workload)
-    said = [_table(found, saturated), *incomplete, "", *_advice(found, saturated, coarse, unsure, base)]
+    price = None if args.price_per_hour is None else args.price_per_hour * base.hardware.tensor_parallel
+    said = [_table(found, saturated), *incomplete, "", *_advice(found, saturated, coarse, unsure, base, price)]
     results.emit(made, said, args.out, as_json=args.json)
     if args.plot is not None:
         _draw(found, saturated, base, args.plot)
     if args.save is not None:
         tuned.save(_tuned(args, base, found, saturated, workload), args.save)
-    return FAILED if found.tried.failed or incomplete else 0
+    return FAILED if found.tried.failed or incomplete or found.unmet else 0
 
 
 def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
@@ -146,9 +151,12 @@ def _table(found: Answer, saturated: Saturation) -> Table:
 
 
 def _advice(
-    found: Answer, saturated: Saturation, coarse: Coarse, unsure: Doubt | None, base: SimulationSpec
-) -> Iterator[str]:
+    found: Answer, saturated: Saturation, coarse: Coarse, unsure: Doubt | None, base: SimulationSpec,
+    price: float | None,
+) -> Iterator[str]:  # fmt: skip
     choice = found.choice
+    if found.unmet:
+        yield "no server that was tried keeps to every --constraint at your load; without them:"
     if choice == DEFAULT:
         yield "recommended: leave the server as it is: nothing that was tried is better by more than chance"
     else:
@@ -164,6 +172,7 @@ def _advice(
         )
         own = f"your trace has {saturated.own_load:.2f} of it ({saturated.own_rate_per_s:.3g} requests/s)"
         yield f"{own}; nobody gains where nobody waits" if saturated.own_load < min(found.pair) else own
+    yield from _capacity(found, saturated, price)
     yield from (f"who pays: {line}" for line in found.who_pays)
     if unsure is not None:
         yield from _doubted(unsure)
@@ -188,6 +197,24 @@ def _brings(found: Answer) -> Iterator[str]:
         if load in found.tried.metrics.get(candidate, {}):
             sure = "" if found.is_difference(candidate, load, metric) else ": no difference"
             yield f"at {load:g} of saturation, {label}: {found.over(candidate, load, metric)} {what}{sure}"
+
+
+def _capacity(found: Answer, saturated: Saturation, price: float | None) -> Iterator[str]:
+    """What is carried, and at a price per hour of all devices what that costs."""
+    before, now = saturated.rate_per_s, found.carries_per_s
+    if found.choice != DEFAULT:
+        yield f"it carries {now:.3g} requests/s, {now / before:.2f} times what the server carries as it is"
+    if price is None:
+        return
+    runs = found.tried.metrics[found.choice]
+    run = runs[nearest(runs)]
+    tokens = run["output_tokens"] / run["requests"]
+    for label, rate in {"as it is": before, "recommended": now}.items():
+        if label == "as it is" or found.choice != DEFAULT:
+            cost, servers = price / 3600 / rate, math.ceil(saturated.own_rate_per_s / rate)
+            per_token = f"{1e6 * cost / tokens:.3g} per million output tokens"
+            needed = f"your load needs {servers} server{'s' if servers > 1 else ''}"
+            yield f"cost {label}, at capacity: {1000 * cost:.3g} per 1,000 requests, {per_token}; {needed}"
 
 
 def _doubted(unsure: Doubt) -> Iterator[str]:
@@ -224,7 +251,8 @@ def _result(
     args: argparse.Namespace, base: SimulationSpec, saturated: Saturation, found: Answer, coarse: Coarse,
     unsure: Doubt | None, workload: GeneratedWorkload,
 ) -> results.Result:  # fmt: skip
-    metrics = {"own_rate_per_s": saturated.own_rate_per_s, "saturation_per_s": saturated.rate_per_s}
+    metrics = {"own_rate_per_s": saturated.own_rate_per_s, "saturation_per_s": saturated.rate_per_s,
+               "carries_per_s": found.carries_per_s}  # fmt: skip
     baseline: dict[str, float] = {}
     for candidate, runs in found.tried.metrics.items():
         into, prefix = (baseline, "") if candidate == DEFAULT else (metrics, f"{candidate.name}.")
@@ -234,6 +262,7 @@ def _result(
         "spec": base.model_dump(mode="json"), "loads": sorted(found.pair), "recommended": found.choice.name,
         "flags": spec_flags.public(found.choice.flags()), "command": spec_flags.public(_command(base, found.choice)),
         "helps_from": found.helps_from, "who_pays": found.who_pays,
+        "constraints": [str(one) for one in found.objective.constraints], "constraints_hold": not found.unmet,
         "over_as_it_is": {
             candidate.name: {f"{load:g}": str(found.over(candidate, load, found.objective.metric)) for load in runs}
             for candidate, runs in found.tried.metrics.items()
@@ -299,6 +328,30 @@ def _draw(found: Answer, saturated: Saturation, base: SimulationSpec, path: Path
     )  # fmt: skip
 
 
+def _constraint(text: str) -> Constraint:
+    try:
+        return Constraint.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _kept(text: str) -> frozenset[str]:
+    names = frozenset(part.strip() for part in text.split(","))
+    if unknown := sorted(names.difference(CHANGED)):
+        raise argparse.ArgumentTypeError(f"{unknown[0]}: must be among {', '.join(CHANGED)}")
+    return names
+
+
+def _price(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0")
+    return value
+
+
 def _tolerance(text: str) -> float:
     try:
         value = float(text)
@@ -323,6 +376,16 @@ def _parser() -> Parser:
         "--tolerance", type=_tolerance, default=0.05, metavar="SHARE",
         help="by how much the P99 of the end-to-end latency may get worse (default: 0.05)",
     )  # fmt: skip
+    parser.add_argument(
+        "--constraint", action="append", default=[], type=_constraint, metavar="METRIC<=X",
+        help="what must hold at your trace's own load, such as ttft_p99_ms<=500; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep", default=(), type=_kept, metavar="X,Y", help=f"what must stay as it is, of {', '.join(CHANGED)}"
+    )
+    parser.add_argument(
+        "--price-per-hour", type=_price, metavar="P", help="of a device: tells what requests and tokens cost"
+    )
     parser.add_argument(
         "--allow-fp8-kv", action="store_true",
         help="let KV in 8 bits be recommended, which changes the model's answers (default: it is shown only)",

@@ -67,8 +67,8 @@ def test_a_candidate_is_a_run_and_its_flags() -> None:
     assert candidate.flags() == [
         "--scheduler-cls", "alise", "--ext-optimise", "tail", "--max-num-batched-tokens", "512", "--watermark", "0.05",
     ]  # fmt: skip
-    assert candidate.changes == 3
-    assert (DEFAULT.name, DEFAULT.flags(), DEFAULT.changes) == ("vLLM as it is", [], 0)
+    assert candidate.changed == {"scheduler", "tokens", "reserve"}
+    assert (DEFAULT.name, DEFAULT.flags(), DEFAULT.changed) == ("vLLM as it is", [], set())
 
 
 def test_neighbours_are_one_step_away() -> None:
@@ -88,9 +88,8 @@ def test_neighbours_are_one_step_away() -> None:
 def test_kv_in_8_bits_is_tried_where_it_makes_room() -> None:
     spec = described(engine={"max_model_len": 4096})
     (found,) = with_fp8_kv(Candidate(tokens=512), spec)
-    assert (found.name, found.flags()[-2:], found.changes) == (
-        "vLLM, 512 tokens, fp8 KV", ["--kv-cache-dtype", "fp8"], 2
-    )  # fmt: skip
+    assert (found.name, found.flags()[-2:]) == ("vLLM, 512 tokens, fp8 KV", ["--kv-cache-dtype", "fp8"])
+    assert found.changed == {"tokens", "kv-dtype"}
     blocks = [resolve(one.on(spec)).num_blocks for one in (found, Candidate(tokens=512))]
     assert blocks[0] == pytest.approx(2 * blocks[1], abs=1)
     for fields in (

@@ -9,11 +9,13 @@ from vllm_ext.simulation.plan import evidence
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, DEFAULT, LEAST_TOKENS, Candidate, unique, with_budget
 from vllm_ext.simulation.plan.evidence import Metrics, Objective, Ratio
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts, Tried
-from vllm_ext.simulation.plan.search import SLACK, Coarse, Saturation, saturation
+from vllm_ext.simulation.plan.search import SLACK, Coarse, Saturation, carried, saturation
 from vllm_ext.simulation.spec import resolve, with_values
 
 SHOWN_AT = 0.9
 """The load at which what each change brings is told, or the nearest to it."""
+_OVERLOAD = 2.0
+"""What the choice carries is measured at so many times what the server carries as it is."""
 _JITTER = 1.002
 """An A/A pair is the server as it is twice, with arrivals this much closer together the second time: what differs then
 says how much of a difference is chance."""
@@ -36,6 +38,10 @@ class Answer:
     rejected: Mapping[str, str]
     """Finalists that broke a limit: name -> which."""
     objective: Objective
+    carries_per_s: float
+    """What the server that was chosen carries, as `Saturation.rate_per_s`."""
+    unmet: bool = False
+    """Whether no server that was tried keeps to the constraints: the choice is the best without them."""
 
     def over(self, candidate: Candidate, load: float, metric: str) -> Ratio:
         """Return how many times better than the server as it is."""
@@ -78,21 +84,28 @@ def answer(
     Raises:
         NoAnswer: the server as it is failed.
     """
-    part = parts.final
+    part, loads = parts.final, objective.with_own(loads)
     tried = bench.tried(coarse.finalists, part, loads, saturated.rate_per_s)
     scores, rejected = tried.scored(objective, loads)
+    unmet = not scores
+    if unmet:
+        scores, _ = tried.scored(replace(objective, constraints=()), loads)
     again = bench.rates(DEFAULT, part, [load * saturated.rate_per_s * _JITTER for load in loads])
     pair = {load: outcome.metrics for load, outcome in zip(loads, again, strict=True) if outcome.metrics is not None}
     if len(pair) < len(loads):
         raise NoAnswer("the A/A pair of the server as it is failed")
+    judged = [load for load in loads if load <= evidence.JUDGED_UP_TO]
     while True:
         choice = evidence.best(scores)
-        found = Answer(choice, tried, pair, rejected, objective)
-        judged = [load for load in loads if load <= evidence.JUDGED_UP_TO]
-        if choice == DEFAULT or any(found.is_difference(choice, load, objective.metric) for load in judged):
-            _try_parts(bench, part, found, loads, saturated)
-            return found
+        found = Answer(choice, tried, pair, rejected, objective, saturated.rate_per_s, unmet)
+        sure = any(found.is_difference(choice, load, objective.metric) for load in judged)
+        if choice == DEFAULT or DEFAULT not in scores or sure:
+            break
         del scores[choice]
+    if choice == DEFAULT:
+        return found
+    _try_parts(bench, part, found, loads, saturated)
+    return replace(found, carries_per_s=carried(bench, parts, choice, _OVERLOAD * saturated.rate_per_s))
 
 
 def parts_of_choice(choice: Candidate) -> dict[str, Candidate]:

@@ -73,6 +73,10 @@ def systems(spec: SimulationSpec) -> tuple[System, ...]:
     return tuple(found)
 
 
+CHANGED = ("scheduler", "tokens", "seats", "reserve", "kv-dtype")
+"""What candidates may change, by the names that ``--keep`` takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A server: a system, and what else differs from the server as it is."""
@@ -103,9 +107,10 @@ class Candidate:
         return {name: value for name, value in found.items() if value is not None}
 
     @property
-    def changes(self) -> int:
-        """How many things it changes: of two that serve alike, the one with fewer is better."""
-        return len(self.settings) + self.fp8_kv + (self.system is not AS_IT_IS)
+    def changed(self) -> set[str]:
+        """What it changes, of `CHANGED`: of two that serve alike, the one that changes less is better."""
+        given = (self.system is not AS_IT_IS, self.tokens, self.seats, self.reserve, self.fp8_kv)
+        return {what for what, value in zip(CHANGED, given, strict=True) if value not in (None, False)}
 
     def flags(self) -> list[str]:
         """Return the flags of ``vllm serve`` that make the server one."""

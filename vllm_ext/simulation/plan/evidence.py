@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from vllm_ext.report.intervals import MIN_SEEDS, interval
 from vllm_ext.simulation.plan.candidates import Candidate
+from vllm_ext.simulation.sweep.capacity import Constraint
 
 MEAN, P99, TTFT_P90 = "e2e_mean_ms", "e2e_p99_ms", "ttft_p90_ms"
 ATTAINMENT = "slo_attainment_fraction"
@@ -87,6 +88,10 @@ class Objective:
     """The objective for the TTFT, if there is one."""
     allow_fp8_kv: bool = False
     """Whether KV in 8 bits may be chosen, which changes the model's answers; else it is shown only."""
+    constraints: tuple[Constraint, ...] = ()
+    """What must hold at ``own_load``."""
+    own_load: float = 0.0
+    """The trace's own load, as a multiple of saturation."""
 
     @property
     def metric(self) -> str:
@@ -132,7 +137,15 @@ class Objective:
                 return f"{_WATCHED[TTFT_P90]} {1 / ttft[load]:.2f} times as long at {load:g} of saturation"
         if ttft and (mean := math.exp(fmean(map(math.log, ttft.values())))) < LEAST_TTFT - slack:
             return f"{_WATCHED[TTFT_P90]} {1 / mean:.2f} times as long, over all loads"
+        if (own := ours.get(self.own_load)) is not None:
+            for constraint in self.constraints:
+                if not constraint.meets(own):
+                    return f"{constraint} does not hold at your load: {own.get(constraint.metric, math.nan):.4g}"
         return ""
+
+    def with_own(self, loads: Sequence[float]) -> tuple[float, ...]:
+        """Return loads, with the trace's own among them where something must hold there."""
+        return tuple(sorted({*loads, self.own_load})) if self.constraints else tuple(loads)
 
 
 def who_pays(ours: Mapping[float, Metrics], base: Mapping[float, Metrics]) -> list[str]:
@@ -155,4 +168,4 @@ def best(scores: Mapping[Candidate, float]) -> Candidate:
     """Return the candidate of the highest score, at least one; of those within `WORTHWHILE` what changes least."""
     top = max(scores.values())
     alike = [candidate for candidate, score in scores.items() if score >= top - WORTHWHILE]
-    return min(alike, key=lambda candidate: (candidate.changes, -scores[candidate]))
+    return min(alike, key=lambda candidate: (len(candidate.changed), -scores[candidate]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_ext.simulation.plan import evidence
@@ -67,24 +67,33 @@ def saturation(bench: Bench, parts: Parts, own_rate_per_s: float) -> Saturation:
     for _ in range(_DOUBLINGS):
         rates = (rate, 2 * rate)
         short = parts.search.head(_FIRST_REQUESTS)
-        served = _served(bench, short, rates)
+        served = _served(bench, DEFAULT, short, rates)
         if over := [found for found, one in zip(served, rates, strict=True) if found < _FOLLOWED * one]:
-            part = replace(short, count=_SATURATION_REQUESTS)
-            if parts.search.count < part.count and not parts.endless:
-                drawn = {"workload.arrivals": "poisson", "workload.sample": "with-replacement", RATE: own_rate_per_s}
-                bench = replace(bench, base=with_values(bench.base, drawn))
-            (carried,) = _served(bench, part, [_OVERLOADED * over[0]])
-            return Saturation(carried, own_rate_per_s)
+            return Saturation(carried(bench, parts, DEFAULT, _OVERLOADED * over[0]), own_rate_per_s)
         rate *= 4
     raise NoAnswer(f"the server as it is follows {rate:.4g} requests/s: nothing to plan")
 
 
-def _served(bench: Bench, part: Part, rates_per_s: Sequence[float]) -> list[float]:
+def carried(bench: Bench, parts: Parts, candidate: Candidate, asked_per_s: float) -> float:
+    """Return the rate that a candidate serves when more is asked of it than it carries.
+
+    Raises:
+        NoAnswer: it failed.
+    """
+    part = replace(parts.search, count=_SATURATION_REQUESTS)
+    if parts.search.count < part.count and not parts.endless:
+        drawn = {"workload.arrivals": "poisson", "workload.sample": "with-replacement", RATE: asked_per_s}
+        bench = replace(bench, base=with_values(bench.base, drawn))
+    (found,) = _served(bench, candidate, part, [asked_per_s])
+    return found
+
+
+def _served(bench: Bench, candidate: Candidate, part: Part, rates_per_s: Sequence[float]) -> list[float]:
     """Rates at which requests ended in the middle of runs, in what the workload's rate counts."""
     found = []
-    for rate, outcome in zip(rates_per_s, bench.rates(DEFAULT, part, rates_per_s), strict=True):
+    for rate, outcome in zip(rates_per_s, bench.rates(candidate, part, rates_per_s), strict=True):
         if outcome.metrics is None:
-            raise NoAnswer(f"the server as it is failed at {rate:.4g} requests/s: {outcome.error}")
+            raise NoAnswer(f"{candidate.name} failed at {rate:.4g} requests/s: {outcome.error}")
         if "middle_requests_per_s" not in outcome.metrics:
             raise NoAnswer("too few requests ended to say what the server carries; take more of the trace")
         served = outcome.metrics["middle_requests_per_s"] * part.count / outcome.metrics["requests"]
@@ -106,11 +115,20 @@ class Coarse:
     """Name -> why it is not among them."""
 
 
-def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturation) -> Coarse:
+def search(
+    bench: Bench, parts: Parts, objective: Objective, saturated: Saturation, keep: Collection[str] = ()
+) -> Coarse:
     """Find the few that are worth a long run.
 
     First vLLM at every budget, on a short part at two loads; then each system at the server's own budget and at the one
-    that paid most. The better half of all goes on to a longer part and three loads, with the neighbours of the best.
+    that paid most. The best of all go on to a longer part and three loads, with the neighbours of the best.
+
+    Args:
+        bench: Where they are tried.
+        parts: The first is searched on.
+        objective: What is wanted.
+        saturated: What the server as it is carries.
+        keep: What must stay as it is, of `CHANGED`.
 
     Raises:
         NoAnswer: the server as it is failed.
@@ -120,8 +138,11 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
     dropped: dict[str, str] = {}
 
     def score(candidates: Sequence[Candidate], part: Part, loads: Sequence[float]) -> dict[Candidate, float]:
-        tried = bench.tried(candidates, part, loads, saturated.rate_per_s)
+        allowed = [one for one in candidates if one.changed.isdisjoint(keep)]
+        tried = bench.tried(allowed, part, loads, saturated.rate_per_s)
         scores, out = tried.scored(objective, loads, SLACK)
+        if not scores:  # nobody keeps to the constraints: the long runs will say so of the best
+            scores, _ = tried.scored(replace(objective, constraints=()), loads, SLACK)
         dropped.update(out)
         return scores
 
@@ -140,10 +161,10 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
     for candidate in scores:
         if candidate not in kept:
             dropped[candidate.name] = _over(scores[candidate])
-    scores = score(kept, parts.search.head(_SECOND_REQUESTS), _SEARCH_LOADS)
+    scores = score(kept, parts.search.head(_SECOND_REQUESTS), objective.with_own(_SEARCH_LOADS))
     ranked = _ranked(scores)
     choice = evidence.best(scores)
-    vllm = evidence.best({one: value for one, value in scores.items() if one.system is AS_IT_IS})
+    vllm = evidence.best({one: value for one, value in scores.items() if one.system is AS_IT_IS} or {DEFAULT: 0.0})
     ours = evidence.best({one: value for one, value in scores.items() if one.system is not AS_IT_IS} or scores)
     alone = Candidate(system=choice.system)
     own = resolved.limits.max_num_batched_tokens
@@ -151,6 +172,7 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
     larger = (one for one in ranked if (one.tokens or own) > (choice.tokens or own) and one != DEFAULT)
     runner_up = next(larger, choice)
     finalists = unique([DEFAULT, vllm, alone, choice, runner_up, *with_fp8_kv(choice, bench.base)])
+    finalists = [one for one in finalists if one.changed.isdisjoint(keep)]
     for candidate in scores:
         if candidate not in finalists:
             dropped[candidate.name] = _over(scores[candidate])
@@ -160,7 +182,7 @@ def search(bench: Bench, parts: Parts, objective: Objective, saturated: Saturati
 
 
 def _ranked(scores: Mapping[Candidate, float]) -> list[Candidate]:
-    return sorted(scores, key=lambda one: (-scores[one], one.changes))
+    return sorted(scores, key=lambda one: (-scores[one], len(one.changed)))
 
 
 def _over(score: float) -> str:
