@@ -4,14 +4,19 @@ Question: on real lengths, at 0.8, 0.9 and 1.0 of the rate that vLLM carries as 
 are mean and P99 of the end-to-end latency of vLLM with its best flags, and of a system of ours with the best flags?
 
 Method: the real schedulers in virtual time. For each workload and device the search of `vllm-ext plan` chooses the
-flags of vLLM alone and, apart from that, of the best of our systems, on seeds of its own. Then seven servers serve the
+flags of vLLM alone and, apart from that, of the best of our systems, on seeds of its own. Then eight servers serve the
 same requests at the same times, seed by seed: vLLM as it comes, the same with other seeds (the A/A pair), vLLM tuned,
-`alise` as it comes, `alise` with the flags of vLLM tuned, ours tuned, and `oracle-alise`, which sees true lengths, with
-the flags of ours tuned. A ratio is vLLM's value over the server's, above 1 is better; intervals are Student's t over
-the seeds' logarithms. Runs that ended are kept in the cache of vllm-ext: interrupted, the same command goes on.
+`alise` as it comes, `alise` with the flags of vLLM tuned, ours tuned, `alise` for the tail (gamma 1) and
+`oracle-alise`, which sees true lengths, both with the flags of ours tuned. A ratio is vLLM's value over the server's,
+above 1 is better; intervals are Student's t over the seeds' logarithms.
+
+With --predicted also: what lengths are worth. Half of a file of chats is learned by the shipped predictor, the other
+half served by `alise` with the flags of ours tuned, which knows what has ended, or what the predictor said, or what it
+said of another request, or the truth. Runs that ended are kept in the cache of vllm-ext: interrupted, the same command
+goes on.
 
     python benchmarks/simulated/tuning.py --data DIR --quick
-    python benchmarks/simulated/tuning.py --data DIR --jobs 2 --out benchmarks/results/tuning.json
+    python benchmarks/simulated/tuning.py --data DIR --jobs 2 --predicted --out benchmarks/results/tuning.json
 """
 
 from __future__ import annotations
@@ -25,8 +30,10 @@ from statistics import fmean
 from typing import Any
 
 import simulated
+from ordering_predicted import make
 from ordering_scenes import SCENES, Scene
 
+from vllm_ext.envs import cache_dir
 from vllm_ext.experiments.experiment import Experiment, Findings
 from vllm_ext.experiments.grid import Grid
 from vllm_ext.experiments.report import result, tables
@@ -43,13 +50,18 @@ from vllm_ext.simulation.plan.runs import Bench, Part, Parts, at
 from vllm_ext.simulation.spec import SimulationSpec, with_values
 
 VLLM, AGAIN, TUNED, OURS = "vLLM", "vLLM, other seeds", "vLLM tuned", "ours tuned"
-ALISE, ALISE_TUNED, ORACLE = "alise", "alise, flags of vLLM tuned", "oracle-alise, flags of ours tuned"
+ALISE, ALISE_TUNED = "alise", "alise, flags of vLLM tuned"
+TAIL, ORACLE = "alise for the tail, flags of ours tuned", "oracle-alise, flags of ours tuned"
+HISTORY, PREDICTED, ANOTHERS = "what has ended", "the predictor", "the predictor, of another request"
+TRUE = "true lengths"
 LOADS, QUICK_LOADS = (0.8, 0.9, 1.0), (0.9,)
-SEEDS, REQUESTS, QUICK_REQUESTS = 5, 2000, 300
+LENGTHS_AT = (1.0, 1.2)
+SEEDS, REQUESTS, QUICK_REQUESTS = 5, 1200, 300
 QUICK = ("sharegpt, opt-13b, a100-40",)
 _SEARCH_SEED, _OTHER_SEEDS = 5000, 1000
 _CHAT: Mapping[str, Any] = {"max_tokens": 1024}
 _ALISE = System(name="alise", system="alise", flags=("--scheduler-cls", "alise"))
+_TAIL = System(name="alise, for the tail", system="alise", options={"options.ordering.gamma": 1.0})
 _ORACLE = System(name="oracle-alise", system="oracle-alise", options={"options.allow_oracle": True})
 
 
@@ -108,7 +120,7 @@ def found_by_search(cell: Cell, data: Path, runner: Runner) -> Servers:
     return Servers(saturated.rate_per_s, {
         VLLM: DEFAULT, AGAIN: DEFAULT, TUNED: coarse.vllm, ALISE: Candidate(system=_ALISE),
         ALISE_TUNED: replace(coarse.vllm, system=_ALISE), OURS: coarse.ours,
-        ORACLE: replace(coarse.ours, system=_ORACLE),
+        TAIL: replace(coarse.ours, system=_TAIL), ORACLE: replace(coarse.ours, system=_ORACLE),
     })  # fmt: skip
 
 
@@ -120,6 +132,23 @@ def spec_of(cell: Cell, data: Path, servers: Servers, name: str, load: float, co
     part = Part(0, count, seed + (_OTHER_SEEDS if name == AGAIN else 0))
     rate = float(f"{load * servers.rate_per_s:.6g}")
     return with_values(at(base, servers.by_name[name], part, rate), {"record.windows": 0})
+
+
+def spec_of_lengths(
+    cell: Cell, files: tuple[Path, Path], servers: Servers, who: str, load: float, count: int, seed: int
+) -> SimulationSpec:
+    """Return a run of those requests of which the predictor said something beforehand."""
+    source, announce, options = {
+        HISTORY: (files[0], "none", {}),
+        PREDICTED: (files[0], "predicted", {"engine.options.prediction": {"sources": ["retrieval", "history"]}}),
+        ANOTHERS: (files[1], "predicted", {"engine.options.prediction": {"sources": ["retrieval", "history"]}}),
+        TRUE: (files[0], "hidden", {}),
+    }[who]
+    candidate = replace(servers.by_name[OURS], system=_ORACLE if who == TRUE else _ALISE)
+    base = cell.base(files[0].parent, seed)
+    changes = {"workload.source": str(source), "workload.announce": announce, **options}
+    rate = float(f"{load * servers.rate_per_s:.6g}")
+    return with_values(at(with_values(base, changes), candidate, Part(0, count, seed), rate), {"record.windows": 0})
 
 
 def ratios(grid: Grid, scene: str, name: str, base: str, metric: str) -> list[float]:
@@ -137,7 +166,9 @@ _OVER_VLLM: Sequence[tuple[bool, float, str, float]] = (
     (True, 0.8, MEAN, 1.10), (True, 0.9, MEAN, 1.15), (True, 0.8, P99, 1.0), (True, 0.9, P99, 1.0),
 )  # fmt: skip
 """Of the five cells of papers or of the four modern ones: load, metric, and the least geometric mean."""
-_NAMES = {MEAN: "mean e2e", P99: "P99 e2e", TTFT_P90: "P90 TTFT"}
+_SHOWN = (MEAN, P99, TTFT_P90)
+NORMALISED = "normalised_latency_mean_ms_per_token"
+_NAMES = {MEAN: "mean e2e", P99: "P99 e2e", TTFT_P90: "P90 TTFT", NORMALISED: "mean normalised"}
 
 
 def claims(grid: Grid, names: Sequence[str], loads: Sequence[float]) -> Iterator[Claim]:
@@ -179,18 +210,43 @@ def table(grid: Grid, name: str, servers: Servers, loads: Sequence[float]) -> Ta
         cells: list[object] = [server, candidate.name]
         for load in loads:
             scene = f"{name} at {load:g}"
-            for metric in (MEAN, P99, TTFT_P90):
+            for metric in _SHOWN:
                 found = interval([math.log(one) for one in ratios(grid, scene, server, VLLM, metric)], points=False)
                 cells.append(f"{found.value:.2f} ({found.low:.2f}..{found.high:.2f})")
             on_time = [grid.mean(scene, one, "on_time_fraction") for one in (server, VLLM)]
             cells.append(100 * (on_time[0] - on_time[1]))
         rows.append(cells)
-    columns = [f"{label} at {load:g}" for load in loads for label in (*_NAMES.values(), "on time, points")]
+    columns = [f"{label} at {load:g}" for load in loads for label in (*map(_NAMES.get, _SHOWN), "on time, points")]
     return Table(["server", "what it is", *columns], rows, title=f"{name}; 1 is {servers.rate_per_s:.4g} requests/s")
 
 
-def run(runner: Runner, data: Path, names: Sequence[str]) -> Findings:
-    """Search each cell, then measure what was found."""
+def lengths_table(grid: Grid, names: Sequence[str]) -> Table:
+    """Return what lengths are worth: a row for each way to know them, over what has ended."""
+    rows = []
+    for name in names:
+        for who in (PREDICTED, ANOTHERS, TRUE):
+            cells: list[object] = [name, who]
+            for load in LENGTHS_AT:
+                for metric in (MEAN, P99, NORMALISED):
+                    found = interval(
+                        [math.log(one) for one in ratios(grid, f"{name}, lengths, at {load:g}", who, HISTORY, metric)],
+                        points=False,
+                    )
+                    cells.append(f"{found.value:.2f} ({found.low:.2f}..{found.high:.2f})")
+            rows.append(cells)
+    columns = [f"{_NAMES[metric]} at {load:g}" for load in LENGTHS_AT for metric in (MEAN, P99, NORMALISED)]
+    return Table(["cell", "lengths by", *columns], rows, title="what lengths are worth over what has ended")
+
+
+def run(runner: Runner, data: Path, names: Sequence[str], predicted: Mapping[str, tuple[Path, Path]]) -> Findings:
+    """Search each cell, then measure what was found.
+
+    Args:
+        runner: Where it is run.
+        data: Recorded workloads.
+        names: Of cells.
+        predicted: By cell, its files with predictions, own ones and another request's; empty for none.
+    """
     loads, seeds = QUICK_LOADS if runner.quick else LOADS, runner.seeds(SEEDS)
     count = QUICK_REQUESTS if runner.quick else REQUESTS
     servers = {name: found_by_search(CELLS[name], data, runner) for name in names}
@@ -204,11 +260,24 @@ def run(runner: Runner, data: Path, names: Sequence[str]) -> Findings:
         for load in loads
         for server in servers[name].by_name
     }
+    specs |= {
+        (f"{name}, lengths, at {load:g}", who): (
+            lambda seed, name=name, load=load, who=who: spec_of_lengths(
+                CELLS[name], predicted[name], servers[name], who, load, count, seed
+            )
+        )
+        for name in predicted
+        for load in LENGTHS_AT
+        for who in (HISTORY, PREDICTED, ANOTHERS, TRUE)
+    }
     grid = runner.grid(specs, seeds)
-    kept = [MEAN, P99, TTFT_P90, "on_time_fraction", "tbt_max_ms", "preemptions"]
+    kept = [MEAN, P99, TTFT_P90, NORMALISED, "on_time_fraction", "tbt_max_ms", "preemptions"]
     flat = grid.means({scene: kept for scene, _ in grid.cells})
     return Findings(
-        tables=[table(grid, name, servers[name], loads) for name in names],
+        tables=[
+            *(table(grid, name, servers[name], loads) for name in names),
+            *([lengths_table(grid, [*predicted])] if predicted else []),
+        ],
         claims=[*claims(grid, names, loads)],
         metrics=flat[OURS],
         baselines={name: values for name, values in flat.items() if name != OURS},
@@ -227,6 +296,7 @@ def main(argv: Sequence[str]) -> None:
     """Simulate, print, write."""
     parser = argument_parser(__doc__, "jobs")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of recorded workloads")
+    parser.add_argument("--predicted", action="store_true", help="also measure what lengths are worth on chats")
     parser.add_argument("--cells", help=f"semicolon list of {'; '.join(CELLS)} (default: all)")
     args = parser.parse_args(argv)
     names = [one.strip() for one in args.cells.split(";")] if args.cells else list(QUICK if args.quick else CELLS)
@@ -235,9 +305,15 @@ def main(argv: Sequence[str]) -> None:
     for name in names:
         if missing := CELLS[name].scene.missing(args.data):
             parser.error(f"--data={args.data}: has no {missing[0]}, which {name} needs")
+    chats = [name for name in names if CELLS[name].scene.texts and not CELLS[name].modern] if args.predicted else []
+    files = {
+        name: make(args.data / CELLS[name].scene.path, cache_dir() / "tuning", {})
+        for name in chats
+        if "alpaca" not in name
+    }
     experiment = Experiment(
         id="tuning", title="What does an order bring over the best vLLM there is?",
-        run=lambda runner: run(runner, args.data, names),
+        run=lambda runner: run(runner, args.data, names, files),
     )  # fmt: skip
     with simulated.runner(args, experiment.id) as simulations:
         findings = experiment.run(simulations)

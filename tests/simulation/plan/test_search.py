@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm_ext.simulation.plan.answer import Answer, answer, doubt, parts_of_choi
 from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate
 from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts, at, parts_of
-from vllm_ext.simulation.plan.search import LOADS, Coarse, saturation, search
+from vllm_ext.simulation.plan.search import LOADS, Coarse, carried, saturation, search
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.pools import InProcessPool
 from vllm_ext.simulation.sweep.store import PointStore
@@ -87,6 +88,37 @@ def test_saturation_counts_conversations_where_the_rate_does(make: Callable[...,
 
     bench = make(run)
     assert saturation(bench, parts_of(build(bench.base.workload)), 1.0).rate_per_s == pytest.approx(1.5)
+
+
+def test_of_conversations_clients_grow_until_more_of_them_get_no_more(make: Callable[..., Bench]) -> None:
+    """Each has some 5.6 turns a minute apart, so that a hundred of them would be over before many talk at once."""
+    asked: list[int] = []
+
+    def run(spec: SimulationSpec) -> dict[str, float]:
+        assert (spec.workload.arrivals, spec.workload.rate_per_s) == ("closed-loop", None)
+        asked.append(spec.workload.clients)
+        return {"requests": 100.0, "middle_requests_per_s": min(spec.workload.clients / 60.0, 20.0)}
+
+    bench = make(run, workload={"source": "pensieve-sharegpt", "num_requests": 100})
+    parts = parts_of(build(bench.base.workload))
+    found = saturation(bench, parts, 0.1)
+    assert asked == [64, 192, 576, 1728, 5184]
+    assert found.rate_per_s == pytest.approx(20 / parts.turns)
+    assert carried(bench, parts, Candidate(tokens=512), found) == found.rate_per_s
+    assert asked[-1] == 5184
+
+
+def test_conversations_are_as_many_as_overlap_at_a_load() -> None:
+    spec = SimulationSpec.model_validate({"workload": {"source": "pensieve-sharegpt", "num_requests": 100}})
+    parts = parts_of(build(spec.workload))
+    assert parts.life_s == pytest.approx((parts.turns - 1) * 60)
+    loaded = parts.loaded(parts.search, 3.0, 400)
+    assert loaded.count == pytest.approx(3.0 * 2 * parts.life_s, abs=1)
+    assert parts.loaded(parts.search, 0.01, 400) == parts.search, "those asked for are enough"
+    few = replace(parts, endless=False)
+    assert few.loaded(few.search, 3.0, 40) == few.search, "a file has no more"
+    alone = replace(parts, life_s=0.0)
+    assert alone.loaded(alone.search, 3.0, 40).count == 40
 
 
 def test_the_best_budget_and_system_are_found_together(make: Callable[..., Bench]) -> None:

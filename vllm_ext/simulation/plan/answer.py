@@ -14,8 +14,6 @@ from vllm_ext.simulation.spec import resolve, with_values
 
 SHOWN_AT = 0.9
 """The load at which what each change brings is told, or the nearest to it."""
-_OVERLOAD = 2.0
-"""What the choice carries is measured at so many times what the server carries as it is."""
 _JITTER = 1.002
 """An A/A pair is the server as it is twice, with arrivals this much closer together the second time: what differs then
 says how much of a difference is chance."""
@@ -84,7 +82,7 @@ def answer(
     Raises:
         NoAnswer: the server as it is failed.
     """
-    part, loads = parts.final, objective.with_own(loads)
+    part, loads = parts.loaded(parts.final, saturated.rate_per_s), objective.with_own(loads)
     tried = bench.tried(coarse.finalists, part, loads, saturated.rate_per_s)
     scores, rejected = tried.scored(objective, loads)
     unmet = not scores
@@ -105,7 +103,7 @@ def answer(
     if choice == DEFAULT:
         return found
     _try_parts(bench, part, found, loads, saturated)
-    return replace(found, carries_per_s=carried(bench, parts, choice, _OVERLOAD * saturated.rate_per_s))
+    return replace(found, carries_per_s=carried(bench, parts, choice, saturated))
 
 
 def parts_of_choice(choice: Candidate) -> dict[str, Candidate]:
@@ -161,10 +159,11 @@ def doubt(bench: Bench, parts: Parts, objective: Objective, choice: Candidate, o
     around = [each for each in (tokens // 2, tokens, tokens * 2) if each >= LEAST_TOKENS and each != own]
     candidates = unique([DEFAULT, replace(choice, tokens=None)])
     candidates += [with_budget(choice, each, resolved) for each in around]
-    part, found = parts.search.head(500), dict[str, int]()
+    found = dict[str, int]()
     for name, factor in ((name, factor) for name in _CONSTANTS for factor in (1 - _WRONG_BY, 1 + _WRONG_BY)):
         changed = _with_constant(bench, name, factor)
-        saturated = saturation(changed, Parts(part, part, parts.endless), own_rate_per_s)
+        saturated = saturation(changed, parts, own_rate_per_s)
+        part = parts.loaded(parts.search, saturated.rate_per_s, 500)
         tried = changed.tried(candidates, part, (SHOWN_AT,), saturated.rate_per_s)
         scores, _ = tried.scored(objective, (SHOWN_AT,), SLACK)
         found[f"{_CONSTANTS[name]} {100 * (factor - 1):+.0f} %"] = evidence.best(scores).tokens or own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,8 @@ _SEARCHED = 3
 """The first of so many parts of the trace is searched on, the others are for the final table."""
 _MOST_REQUESTS = 2000
 """Of the final table: more would take longer than anybody waits, and change little."""
+_LIVES = 2.0
+"""Conversations begin for as long as so many of them last, one after the other."""
 _SEEDS = 100
 """Between the seeds of the search and of the final table, where requests are drawn."""
 
@@ -46,6 +49,24 @@ class Parts:
     final: Part
     endless: bool = False
     """Whether requests are drawn and never run out."""
+    life_s: float = 0.0
+    """Of conversations: how long one lasts by its think times alone; 0 for single requests."""
+    turns: float = 1.0
+    """Requests of what the workload's rate counts."""
+
+    def loaded(self, part: Part, rate_per_s: float, most: int | None = None) -> Part:
+        """Return the beginning of a part, long enough that a load is reached where conversations overlap.
+
+        Args:
+            part: One of the two.
+            rate_per_s: The load of saturation, in what the workload's rate counts.
+            most: Requests that are enough otherwise; None: all of the part.
+        """
+        found = part if most is None else part.head(most)
+        needed = math.ceil(_LIVES * self.life_s * rate_per_s)
+        if needed <= found.count:
+            return found
+        return replace(part, count=needed) if self.endless else part.head(needed)
 
 
 def parts_of(workload: GeneratedWorkload) -> Parts:
@@ -58,13 +79,15 @@ def parts_of(workload: GeneratedWorkload) -> Parts:
     total = sum(1 for _ in workload.start())
     if total < 60:
         raise ValueError(f"{spec.source}: {total} requests; a plan needs at least 60")
-    seed, first = spec.seed, spec.skip_requests
+    seed, first, turns = spec.seed, spec.skip_requests, workload.source.mean_turns
+    life_s = (turns - 1) * workload.think_s
+    by_session = turns if spec.rate_counts == "sessions" else 1.0
     if workload.source.size is None or spec.sample != "file-order":
         part = Part(first, min(total, _MOST_REQUESTS), seed)
-        return Parts(replace(part, seed=seed + _SEEDS), part, workload.source.size is None)
+        return Parts(replace(part, seed=seed + _SEEDS), part, workload.source.size is None, life_s, by_session)
     searched = total // _SEARCHED
     final = Part(first + searched, min(total - searched, _MOST_REQUESTS), seed)
-    return Parts(Part(first, searched, seed + _SEEDS), final)
+    return Parts(Part(first, searched, seed + _SEEDS), final, False, life_s, by_session)
 
 
 def at(base: SimulationSpec, candidate: Candidate, part: Part, rate_per_s: float) -> SimulationSpec:

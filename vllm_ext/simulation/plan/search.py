@@ -20,9 +20,10 @@ from vllm_ext.simulation.plan.candidates import (
     with_fp8_kv,
 )  # fmt: skip
 from vllm_ext.simulation.plan.evidence import Objective
-from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts
+from vllm_ext.simulation.plan.runs import WINDOWS, Bench, NoAnswer, Part, Parts
 from vllm_ext.simulation.spec import resolve, with_values
 from vllm_ext.simulation.sweep.grid import RATE
+from vllm_ext.simulation.sweep.points import run_points
 
 LOADS = (0.5, 0.7, 0.9, 1.0, 1.2)
 """Multiples of the rate at which the server as it is saturates."""
@@ -36,6 +37,10 @@ _OVERLOADED = 1.5
 _FOLLOWED = 0.9
 """A server that serves less than this share of what arrives is saturated."""
 _DOUBLINGS = 12
+_FEWEST_CLIENTS, _MORE_CLIENTS, _LEAST_TALKING_S = 64, 3, 120.0
+"""Clients that talk at first, how many times more each time, and for how long they begin conversations."""
+_NO_MORE = 1.15
+"""Where so many more clients get less than this times as much, the server is saturated."""
 _HALVED = 6
 """Candidates that the second, longer round of the search gets."""
 
@@ -47,6 +52,8 @@ class Saturation:
     rate_per_s: float
     """In requests (conversations) per second."""
     own_rate_per_s: float
+    clients: int = 0
+    """Of conversations: how many clients talked when that was measured."""
 
     @property
     def own_load(self) -> float:
@@ -55,37 +62,70 @@ class Saturation:
 
 
 def saturation(bench: Bench, parts: Parts, own_rate_per_s: float) -> Saturation:
-    """Double the rate until the server no longer follows, on short runs; then ask a long run what it carries.
+    """Ask for more and more until the server no longer follows, on short runs; then ask a long run what it carries.
 
     What is lost when memory runs out is lost only after it did: a short run does not see it. Requests of a file that
-    has too few are drawn again.
+    has too few are drawn again. Of conversations not the rate grows but the number of clients that talk without end:
+    most of a conversation is thought, so that a short run of many is over before they overlap.
 
     Raises:
         NoAnswer: it failed.
     """
+    if parts.life_s:
+        return _of_conversations(bench, parts, own_rate_per_s)
     rate = own_rate_per_s
     for _ in range(_DOUBLINGS):
         rates = (rate, 2 * rate)
-        short = parts.search.head(_FIRST_REQUESTS)
-        served = _served(bench, DEFAULT, short, rates)
+        served = _served(bench, DEFAULT, parts.search.head(_FIRST_REQUESTS), rates)
         if over := [found for found, one in zip(served, rates, strict=True) if found < _FOLLOWED * one]:
-            return Saturation(carried(bench, parts, DEFAULT, _OVERLOADED * over[0]), own_rate_per_s)
+            return Saturation(_overloaded(bench, parts, DEFAULT, _OVERLOADED * over[0]), own_rate_per_s)
         rate *= 4
     raise NoAnswer(f"the server as it is follows {rate:.4g} requests/s: nothing to plan")
 
 
-def carried(bench: Bench, parts: Parts, candidate: Candidate, asked_per_s: float) -> float:
-    """Return the rate that a candidate serves when more is asked of it than it carries.
+def carried(bench: Bench, parts: Parts, candidate: Candidate, saturated: Saturation) -> float:
+    """Return what a candidate carries, in what the workload's rate counts.
 
     Raises:
         NoAnswer: it failed.
     """
+    if parts.life_s:
+        return _talking(bench, parts, candidate, saturated.clients)
+    return _overloaded(bench, parts, candidate, 2 * saturated.rate_per_s)
+
+
+def _overloaded(bench: Bench, parts: Parts, candidate: Candidate, asked_per_s: float) -> float:
+    """Return the rate that is served when more is asked."""
     part = replace(parts.search, count=_SATURATION_REQUESTS)
     if parts.search.count < part.count and not parts.endless:
         drawn = {"workload.arrivals": "poisson", "workload.sample": "with-replacement", RATE: asked_per_s}
         bench = replace(bench, base=with_values(bench.base, drawn))
     (found,) = _served(bench, candidate, part, [asked_per_s])
     return found
+
+
+def _of_conversations(bench: Bench, parts: Parts, own_rate_per_s: float) -> Saturation:
+    clients, before = _FEWEST_CLIENTS, 0.0
+    for _ in range(_DOUBLINGS):
+        served = _talking(bench, parts, DEFAULT, clients)
+        if served < _NO_MORE * before:
+            return Saturation(served, own_rate_per_s, clients)
+        clients, before = _MORE_CLIENTS * clients, served
+    raise NoAnswer(f"the server as it is follows {clients} clients: nothing to plan")
+
+
+def _talking(bench: Bench, parts: Parts, candidate: Candidate, clients: int) -> float:
+    """Return the rate that is served when so many clients begin another conversation whenever one has ended."""
+    talking = {
+        "workload.arrivals": "closed-loop", "workload.sample": "with-replacement", RATE: None,
+        "workload.clients": clients, "workload.num_requests": None, "workload.skip_requests": 0,
+        "workload.duration_s": max(_LEAST_TALKING_S, parts.life_s), "workload.seed": parts.search.seed,
+        "record.windows": WINDOWS,
+    }  # fmt: skip
+    (outcome,) = run_points([candidate.on(with_values(bench.base, talking))], bench.store, bench.pool)
+    if outcome.metrics is None:
+        raise NoAnswer(f"{candidate.name} failed with {clients} clients: {outcome.error}")
+    return outcome.metrics.get("middle_requests_per_s", 0.0) / parts.turns
 
 
 def _served(bench: Bench, candidate: Candidate, part: Part, rates_per_s: Sequence[float]) -> list[float]:
@@ -134,7 +174,7 @@ def search(
         NoAnswer: the server as it is failed.
     """
     resolved = resolve(bench.base)
-    first = parts.search.head(_FIRST_REQUESTS)
+    first = parts.loaded(parts.search, saturated.rate_per_s, _FIRST_REQUESTS)
     dropped: dict[str, str] = {}
 
     def score(candidates: Sequence[Candidate], part: Part, loads: Sequence[float]) -> dict[Candidate, float]:
@@ -161,7 +201,8 @@ def search(
     for candidate in scores:
         if candidate not in kept:
             dropped[candidate.name] = _over(scores[candidate])
-    scores = score(kept, parts.search.head(_SECOND_REQUESTS), objective.with_own(_SEARCH_LOADS))
+    second = parts.loaded(parts.search, saturated.rate_per_s, _SECOND_REQUESTS)
+    scores = score(kept, second, objective.with_own(_SEARCH_LOADS))
     ranked = _ranked(scores)
     choice = evidence.best(scores)
     vllm = evidence.best({one: value for one, value in scores.items() if one.system is AS_IT_IS} or {DEFAULT: 0.0})
