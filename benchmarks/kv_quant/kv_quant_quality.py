@@ -3,8 +3,8 @@
 Held-out text is cut into sequences. KV of a sequence's first half, a whole number of blocks, is computed exactly; then
 the second half is computed on it, as by a resumed request or a conversation's next turn: on that KV as it is (fp32), as
 bfloat16, which is what a server's cache holds, or as bfloat16 that went through 8 bits, all blocks or every other one,
-as where a request's history lies partly in records on the device. KV of the second half is exact, and so is all
-arithmetic (fp32), so that what differs comes from the KV that was kept, and from nothing else.
+as where a request's history lies partly in records on the device, or as vLLM's own fp8. KV of the second half is exact,
+and so is all arithmetic (fp32), so that what differs comes from the KV that was kept, and from nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ BLOCKS = (16, 32, 64, 128)
 BLOCK = 64
 HALF = f"int8_half_of_blocks_{BLOCK}"
 """Every other block in 8 bits."""
+FP8 = "fp8_e4m3"
+"""As a server with ``--kv-cache-dtype fp8`` and no scales of its own keeps it: for what `vllm-ext plan` says of it."""
+_FP8_MAX = 448.0
 _BATCH = 8
 
 
@@ -54,14 +57,15 @@ def measure(found: Trained, sequences: int, seed: int) -> tuple[dict[str, float]
     ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "fp32": lambda values: values,
         "bf16": lambda values: values.bfloat16().float(),
+        FP8: lambda values: values.bfloat16().float().clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).float(),
     }
     ways |= {f"int8_block_{block}": _through_8_bits(block) for block in BLOCKS if block <= found.recipe.tokens // 2}
     ways[HALF] = _through_8_bits(BLOCK, every=2)
-    greedy = ("fp32", "bf16", f"int8_block_{BLOCK}", HALF)
+    greedy = ("fp32", "bf16", f"int8_block_{BLOCK}", HALF, FP8)
     outputs = {name: _outputs(found, rows, way, greedy=name in greedy) for name, way in ways.items()}
     metrics = compare(outputs[f"int8_block_{BLOCK}"], outputs["bf16"], seed)
     beside = {"bf16_kv_against_fp32_kv": compare(outputs["bf16"], outputs["fp32"], seed)}
-    for name in (HALF, *(f"int8_block_{block}" for block in BLOCKS if block != BLOCK)):
+    for name in (HALF, FP8, *(f"int8_block_{block}" for block in BLOCKS if block != BLOCK)):
         if name in outputs:
             beside[name] = compare(outputs[name], outputs["bf16"], seed)
     metrics |= {"judged_tokens": float(outputs["bf16"].logprobs.numel()), "judged_sequences": float(len(rows))}
