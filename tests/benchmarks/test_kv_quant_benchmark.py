@@ -125,7 +125,9 @@ def test_worse_kv_is_seen() -> None:
     others = {f"int8_block_{block}" for block in (16, 32, 128)}
     assert set(beside) == {"bf16_kv_against_fp32_kv", quality.HALF, quality.FP8, *others}
     assert 0 < beside[quality.HALF]["logprob_change_mean_abs_nats"] < metrics["logprob_change_mean_abs_nats"]
-    assert beside[quality.FP8]["logprob_change_mean_abs_nats"] > 2 * metrics["logprob_change_mean_abs_nats"], "3 bits of 8"
+    assert beside[quality.FP8]["logprob_change_mean_abs_nats"] > 2 * metrics["logprob_change_mean_abs_nats"], (
+        "3 bits of 8"
+    )
 
 
 # --- errors and speed -------------------------------------------------------------------------------------------------

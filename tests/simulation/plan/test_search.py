@@ -113,7 +113,8 @@ def test_conversations_are_as_many_as_overlap_at_a_load() -> None:
     parts = parts_of(build(spec.workload))
     assert parts.life_s == pytest.approx((parts.turns - 1) * 60)
     loaded = parts.loaded(parts.search, 3.0, 400)
-    assert loaded.count == pytest.approx(3.0 * 2 * parts.life_s, abs=1)
+    assert loaded.count == pytest.approx(3.0 * 3 * parts.life_s, abs=1)
+    assert parts.loaded(parts.final, 3.0).count == pytest.approx(5 / 3 * loaded.count, abs=1)
     assert parts.loaded(parts.search, 0.01, 400) == parts.search, "those asked for are enough"
     few = replace(parts, endless=False)
     assert few.loaded(few.search, 3.0, 40) == few.search, "a file has no more"

@@ -21,8 +21,9 @@ _SEARCHED = 3
 """The first of so many parts of the trace is searched on, the others are for the final table."""
 _MOST_REQUESTS = 2000
 """Of the final table: more would take longer than anybody waits, and change little."""
-_LIVES = 2.0
-"""Conversations begin for as long as so many of them last, one after the other."""
+_LIVES, _FINAL_LIVES = 3.0, 5.0
+"""Conversations begin for as long as so many of them last, one after the other, in the search and in the final table:
+at first the server is empty, and at the end only thought is left."""
 _SEEDS = 100
 """Between the seeds of the search and of the final table, where requests are drawn."""
 
@@ -63,7 +64,7 @@ class Parts:
             most: Requests that are enough otherwise; None: all of the part.
         """
         found = part if most is None else part.head(most)
-        needed = math.ceil(_LIVES * self.life_s * rate_per_s)
+        needed = math.ceil((_FINAL_LIVES if most is None else _LIVES) * self.life_s * rate_per_s)
         if needed <= found.count:
             return found
         return replace(part, count=needed) if self.endless else part.head(needed)
