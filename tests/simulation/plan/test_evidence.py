@@ -64,22 +64,24 @@ def test_with_objectives_what_is_met_goes_before_latency() -> None:
         (run(1.0, p99=104.0), ""),
         (run(1.0, p99=106.0), "P99 end-to-end 1.06 times as long at 0.9 of saturation"),
         (run(1.0, ttft=11.7), ""),
-        (run(1.0, ttft=12.0), "P90 TTFT 1.20 times as long, over all loads"),
-        (run(1.0, ttft=17.0), "P90 TTFT 1.70 times as long at 0.9 of saturation"),
+        (run(1.0, ttft=12.0), "P90 TTFT 1.20 times as long at 0.9 of saturation"),
     ],
 )
 def test_limits_hold_at_loads_that_are_judged(ours: dict[str, float], broken: str) -> None:
-    base = {0.9: run(10.0), 1.2: run(10.0)}
-    objective = Objective(with_slo=False, short_ttft_ms=16.0)
-    assert objective.broken({0.9: ours, 1.2: run(10.0, p99=900.0, ttft=900.0)}, base) == broken
+    base = {0.9: run(10.0), 1.0: run(10.0), 1.2: run(10.0)}
+    objective = Objective(with_slo=False, short_ttft_ms=11.0)
+    others = {1.0: run(10.0, ttft=900.0), 1.2: run(10.0, p99=900.0, ttft=900.0)}
+    assert objective.broken({0.9: ours, **others}, base) == broken
+    assert "at 1 of" in objective.broken({0.9: run(1.0), 1.0: run(1.0, p99=106.0)}, base)
     assert not objective.broken({0.9: run(1.0, p99=106.0, ttft=12.0)}, base, slack=0.05)
 
 
-def test_a_short_ttft_may_be_longer_at_a_load_where_nobody_waits() -> None:
-    base = {0.5: run(10.0, ttft=100.0), 0.9: run(10.0, ttft=900.0)}
+def test_a_short_ttft_may_be_longer() -> None:
+    base = {0.5: run(10.0, ttft=100.0), 0.9: run(10.0, ttft=3000.0)}
     objective = Objective(with_slo=False)
-    assert not objective.broken({0.5: run(9.0, ttft=190.0), 0.9: run(5.0, ttft=300.0)}, base)
-    assert "at 0.5" in objective.broken({0.5: run(9.0, ttft=210.0), 0.9: run(5.0, ttft=300.0)}, base)
+    assert not objective.broken({0.5: run(9.0, ttft=990.0), 0.9: run(5.0, ttft=3200.0)}, base)
+    assert "at 0.5" in objective.broken({0.5: run(9.0, ttft=1010.0), 0.9: run(5.0, ttft=300.0)}, base)
+    assert not objective.broken({0.5: run(9.0, ttft=1010.0)}, base, slack=0.05), "a short run is noisy"
 
 
 def test_who_pays_is_named_with_the_loads() -> None:

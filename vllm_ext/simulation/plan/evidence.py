@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from vllm_ext.report.intervals import MIN_SEEDS, interval
 from vllm_ext.simulation.plan.candidates import Candidate
@@ -13,10 +12,10 @@ from vllm_ext.simulation.sweep.capacity import Constraint
 
 MEAN, P99, TTFT_P90 = "e2e_mean_ms", "e2e_p99_ms", "ttft_p90_ms"
 ATTAINMENT = "slo_attainment_fraction"
-LEAST_TTFT, LEAST_TTFT_ANYWHERE, SHORT_TTFT_MS = 0.85, 0.6, 200.0
-"""The P90 of the TTFT may be no less than the first times as good as on the server as it is, in the geometric mean over
-loads, and at none less than the second, unless it is short there: meets the objective, or without one the third. A
-smaller budget spreads prompts over steps, and where nobody waits that is all there is of a TTFT."""
+LEAST_TTFT, SHORT_TTFT_MS, TTFT_UP_TO = 0.85, 1000.0, 0.9
+"""Up to the third of these loads the P90 of the TTFT may be no less than the first times as good as on the server as it
+is, unless it is short: meets the objective, or without one the second, up to which a user's flow of thought stays
+uninterrupted (Nielsen, Usability Engineering, 1993, section 5.5). A smaller budget spreads prompts over steps."""
 FULLY_COUNTED, BEYOND = 1.5, 0.25
 """A gain beyond the first counts by the second: it is of a queue that grows, and as large as the run is long."""
 JUDGED_UP_TO = 1.0
@@ -127,16 +126,15 @@ class Objective:
             base: The server as it is.
             slack: Added to the tolerances, where runs are short and noisy.
         """
-        loads = [load for load in sorted(base) if load <= JUDGED_UP_TO and load in ours]
-        ttft = {load: times_better(ours[load], base[load], TTFT_P90) for load in loads}
-        for load in loads:
-            tail = times_better(ours[load], base[load], P99)
+        for load in sorted(base):
+            if load > JUDGED_UP_TO or load not in ours:
+                continue
+            tail, first = (times_better(ours[load], base[load], metric) for metric in (P99, TTFT_P90))
             if tail < 1 / (1 + self.tolerance) - slack:
                 return f"{_WATCHED[P99]} {1 / tail:.2f} times as long at {load:g} of saturation"
-            if ttft[load] < LEAST_TTFT_ANYWHERE - slack and ours[load][TTFT_P90] > self.short_ttft_ms:
-                return f"{_WATCHED[TTFT_P90]} {1 / ttft[load]:.2f} times as long at {load:g} of saturation"
-        if ttft and (mean := math.exp(fmean(map(math.log, ttft.values())))) < LEAST_TTFT - slack:
-            return f"{_WATCHED[TTFT_P90]} {1 / mean:.2f} times as long, over all loads"
+            is_short = ours[load][TTFT_P90] <= self.short_ttft_ms * (1 + slack)
+            if load <= TTFT_UP_TO and first < LEAST_TTFT - slack and not is_short:
+                return f"{_WATCHED[TTFT_P90]} {1 / first:.2f} times as long at {load:g} of saturation"
         if (own := ours.get(self.own_load)) is not None:
             for constraint in self.constraints:
                 if not constraint.meets(own):
