@@ -28,6 +28,8 @@ _KEPT = {"alise-published:defer": "Defer", "alise-published:recompute": "Recompu
          "alise-published:in-place-10": "records, a tenth of the memory",
          "alise-published:in-place-20": "records, a fifth"}  # fmt: skip
 """Rows of engine_compare, multi_turn and kv_ablation that are not called what --scheduler-cls takes."""
+_PUBLIC = ("vllm#17885", "vllm#52906", "inference-sim#339")
+"""Measurements of others."""
 
 
 def _share(value: float) -> str:
@@ -218,6 +220,17 @@ def claims(of: Iterable[Mapping[str, Any]]) -> str:
     return Table(["metric", "goal", "measured", ""], rows).markdown()
 
 
+def public(root: Path, name: str) -> str:
+    """Return what others published of a measurement beside what is simulated."""
+    result = Result(root, "public_measurements.json")
+    published = {key: value for key, value in result.data["baselines"]["published"].items() if key.startswith(name)}
+    rows = []
+    for key, value in published.items():
+        ours = result.value("simulated", key)
+        rows.append([key.removeprefix(f"{name}, "), f"{value:.4g}", f"{ours:.4g}", f"{ours / value:.2f}"])
+    return Table(["", "published", "simulated", "simulated over published"], rows).markdown()
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "latency": latency,
     "objectives": partial(by_system, name="engine_compare_slo.json", at="load_1.2", columns=_OBJECTIVES,
@@ -234,5 +247,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "ordering-more": partial(workloads, name="ordering_more.json"),
     "ordering-alpaca": partial(ordering, name="ordering_alpaca.json"),
     "ordering-predicted": partial(ordering, name="ordering_predicted.json"),
+    **{f"public-{name}": partial(public, name=name) for name in _PUBLIC},
 }  # fmt: skip
 """The tables by the names that pages call them by."""
