@@ -197,11 +197,11 @@ def test_the_source_that_was_nearer_is_believed_whatever_the_order(sources: tupl
     rng = random.Random(0)
     for _ in range(300):
         length = rng.choice([10, 500])
-        said = p.said(query(), "retrieval", LengthDistribution.point(length))
+        said = p.answers_for(query(), "retrieval", LengthDistribution.point(length))
         p.observe(query(), length, said)
     assert p.prefers("retrieval", resting_on("history"))
     for _ in range(1500):
-        said = p.said(query(), "retrieval", LengthDistribution.point(900))
+        said = p.answers_for(query(), "retrieval", LengthDistribution.point(900))
         p.observe(query(), 10, said)
     assert not p.prefers("retrieval", resting_on("history"))
     assert p.prefers("retrieval", resting_on("prior"))
@@ -211,8 +211,8 @@ def test_the_source_that_was_nearer_is_believed_whatever_the_order(sources: tupl
 def test_answers_are_judged_within_the_clients_bound() -> None:
     p = predictor(sources=("retrieval", "history"))
     p.observe(query(), 300)
-    said = p.said(query(max_tokens=100), "retrieval", LengthDistribution.point(900))
+    said = p.answers_for(query(max_tokens=100), "retrieval", LengthDistribution.point(900))
     assert said == {"retrieval": (100, 100), "history": (100, 100)}
-    assert p.said(query(), "retrieval", LengthDistribution.point(900))["retrieval"] == pytest.approx(
+    assert p.answers_for(query(), "retrieval", LengthDistribution.point(900))["retrieval"] == pytest.approx(
         (900, 900), rel=0.2
     )

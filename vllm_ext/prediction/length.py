@@ -10,7 +10,7 @@ from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
 from vllm_ext.prediction.hint_weights import HintWeights
 from vllm_ext.prediction.history import LengthHistory
 from vllm_ext.prediction.query import LengthQuery, LengthSource
-from vllm_ext.prediction.source_losses import Said, SourceLosses, quantiles
+from vllm_ext.prediction.source_losses import Answers, SourceLosses, quantiles
 
 HINT = "hint"
 _PRIOR_SPREAD = 1.0
@@ -69,15 +69,15 @@ class LengthPredictor:
         mixed = distribution.mixed(announced, self.hints.weight(query.client))
         return Prediction(mixed.capped(query.max_tokens), HINT, beside=source)
 
-    def said(self, query: LengthQuery, name: str, late: LengthDistribution) -> Said:
+    def answers_for(self, query: LengthQuery, name: str, late: LengthDistribution) -> Answers:
         """Return what is to be judged when the request has ended: a late answer, and those that are given at once."""
         at_once = {source.name: source.predict(query) for source in self.sources}
         answers = {name: late, **{source: found for source, found in at_once.items() if found is not None}}
         return {source: quantiles(found.capped(query.max_tokens)) for source, found in answers.items()}
 
-    def observe(self, query: LengthQuery, output_tokens: int, said: Said | None = None) -> None:
-        """Tell every source how long a finished request became; ``said`` is judged by it, if a late answer came."""
-        self._losses.observe(said or {}, output_tokens)
+    def observe(self, query: LengthQuery, output_tokens: int, answers: Answers | None = None) -> None:
+        """Tell every source how long a finished request became; ``answers`` are judged by it, if a late one came."""
+        self._losses.observe(answers or {}, output_tokens)
         if query.osl is not None and self.hints is not None:
             self.hints.observe(query.client, min(query.osl, query.max_tokens), output_tokens)
         for source in self.sources:

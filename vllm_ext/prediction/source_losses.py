@@ -14,7 +14,7 @@ _ENOUGH = 50
 _REMEMBERED = 500
 """Requests after which what was seen counts half: prompts change, and a predictor learns."""
 
-Said = Mapping[str, tuple[int, ...]]
+Answers = Mapping[str, tuple[int, ...]]
 """By source, the quantiles at `_LEVELS`, in tokens, that it gave for one request."""
 
 
@@ -35,16 +35,16 @@ class SourceLosses:
         self._losses: dict[str, float] = {}
         self._requests = 0.0
 
-    def observe(self, said: Said, output_tokens: int) -> None:
+    def observe(self, answers: Answers, output_tokens: int) -> None:
         """Learn from a finished request.
 
         Args:
-            said: By all sources that answered; of one alone nothing is learned.
+            answers: By all sources that answered; of one alone nothing is learned.
             output_tokens: What was generated, at least 1.
         """
-        if len(said) < 2:
+        if len(answers) < 2:
             return
-        for source, found in said.items():
+        for source, found in answers.items():
             self._losses[source] = self._losses.get(source, 0.0) + _loss(found, output_tokens)
         self._requests += 1
         if self._requests >= 2 * _REMEMBERED:

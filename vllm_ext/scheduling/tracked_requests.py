@@ -15,7 +15,7 @@ from vllm_ext.prediction.history import Window
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.oracle import true_output_tokens
 from vllm_ext.prediction.query import LengthQuery
-from vllm_ext.prediction.source_losses import Said
+from vllm_ext.prediction.source_losses import Answers
 from vllm_ext.scheduling.step_stats import StepStatsTracker
 from vllm_ext.step_time.runtime import RuntimeModel
 
@@ -43,7 +43,7 @@ class TrackedRequest:
     query: LengthQuery = field(init=False)
     prediction: Prediction = _UNKNOWN
     """Made of the prompt: what the estimate follows, and the record keeps."""
-    said: Said | None = None
+    answers: Answers | None = None
     """What the sources gave for its length, where a late one did."""
     slo: Slo = NO_SLO
     client: str = ""
@@ -156,7 +156,7 @@ class TrackedRequests:
         """Forget a finished request; learn its length unless it was cut short from outside."""
         tracked = self.by_id.pop(req_id, None)
         if tracked is not None and learn and tracked.request.num_output_tokens:
-            self.predictor.observe(tracked.query, tracked.request.num_output_tokens, tracked.said)
+            self.predictor.observe(tracked.query, tracked.request.num_output_tokens, tracked.answers)
             self.finished_lengths.add(tracked.request.num_output_tokens)
             self.step_stats.finished(tracked.request.num_output_tokens, tracked.request.num_preemptions)
         return tracked
@@ -220,7 +220,7 @@ class TrackedRequests:
                 distribution = LengthDistribution.through(quantiles)
             except (TypeError, ValueError):
                 continue
-            tracked.said = self.predictor.said(tracked.query, RETRIEVAL, distribution)
+            tracked.answers = self.predictor.answers_for(tracked.query, RETRIEVAL, distribution)
             if not self.predictor.prefers(RETRIEVAL, tracked.prediction):
                 continue
             prediction = self.predictor.with_hint(tracked.query, distribution, RETRIEVAL)
@@ -241,7 +241,7 @@ class TrackedRequests:
     def _renew(self, tracked: TrackedRequest) -> None:
         """Predict again for a streaming session whose prompt grew or whose bound was moved."""
         tracked.ask_again()
-        tracked.said = None
+        tracked.answers = None
         self._follow(tracked, self.predictor.predict(tracked.query))
 
     def _follow(self, tracked: TrackedRequest, prediction: Prediction) -> None:

@@ -37,10 +37,11 @@ _OVERLOADED = 1.5
 _FOLLOWED = 0.9
 """A server that serves less than this share of what arrives is saturated."""
 _DOUBLINGS = 12
-_FEWEST_CLIENTS, _MORE_CLIENTS, _LEAST_TALKING_S = 64, 3, 120.0
-"""Clients that talk at first, how many times more each time, and for how long they begin conversations."""
-_NO_MORE = 1.15
-"""Where so many more clients get less than this times as much, the server is saturated."""
+_FEWEST_CLIENTS, _MORE_CLIENTS, _LEAST_TALKING_S, _TALKING_LIVES = 64, 3, 300.0, 5.0
+"""Clients that talk at first, how many times more each time, and for how long they begin conversations: all at once at
+first, so that their steps are large until they have drifted apart."""
+_NO_MORE, _REQUESTS_EACH = 1.15, 4
+"""Where so many more clients get less than the first times as much, or not the second each, the server is saturated."""
 _HALVED = 6
 """Candidates that the second, longer round of the search gets."""
 
@@ -108,10 +109,14 @@ def _of_conversations(bench: Bench, parts: Parts, own_rate_per_s: float) -> Satu
     clients, before = _FEWEST_CLIENTS, 0.0
     for _ in range(_DOUBLINGS):
         served = _talking(bench, parts, DEFAULT, clients)
-        if served < _NO_MORE * before:
+        if served < _NO_MORE * before or served * parts.turns * _talking_s(parts) < _REQUESTS_EACH * clients:
             return Saturation(served, own_rate_per_s, clients)
         clients, before = _MORE_CLIENTS * clients, served
     raise NoAnswer(f"the server as it is follows {clients} clients: nothing to plan")
+
+
+def _talking_s(parts: Parts) -> float:
+    return max(_LEAST_TALKING_S, _TALKING_LIVES * parts.life_s)
 
 
 def _talking(bench: Bench, parts: Parts, candidate: Candidate, clients: int) -> float:
@@ -119,7 +124,7 @@ def _talking(bench: Bench, parts: Parts, candidate: Candidate, clients: int) -> 
     talking = {
         "workload.arrivals": "closed-loop", "workload.sample": "with-replacement", RATE: None,
         "workload.clients": clients, "workload.num_requests": None, "workload.skip_requests": 0,
-        "workload.duration_s": max(_LEAST_TALKING_S, parts.life_s), "workload.seed": parts.search.seed,
+        "workload.duration_s": _talking_s(parts), "workload.seed": parts.search.seed,
         "record.windows": WINDOWS,
     }  # fmt: skip
     (outcome,) = run_points([candidate.on(with_values(bench.base, talking))], bench.store, bench.pool)
