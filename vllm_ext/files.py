@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import logging
 import os
 import secrets
-import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -17,7 +14,6 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 _CHUNK_BYTES = 1 << 20
-_LEFTOVER_AGE_S = 3600.0
 
 
 @contextmanager
@@ -38,21 +34,6 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-
-
-def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove what processes killed while they wrote ``name`` left behind: files and folders ``.<name>.*.tmp``.
-
-    Younger than an hour, they may be somebody's work.
-    """
-    for path in folder.glob(f".{name}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime <= _LEFTOVER_AGE_S:
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink()
 
 
 def set_aside(path: Path, damage: Exception, *, what: str, instead: str, logger: logging.Logger) -> None:

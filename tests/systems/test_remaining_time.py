@@ -94,7 +94,7 @@ def test_past_the_documented_bound_nobody_younger_goes_first(
 ) -> None:
     policy = RemainingTimeLevels(num_levels=levels, age_limit_s=age_limit)
     old = view(remaining, name="old", waiting_since=waited, num_demotions=demotions)
-    now = policy.max_wait_behind_younger_s * (1 + 1e-9) + 1e-9
+    now = levels * age_limit * (1 + 1e-9) + 1e-9
     old = old._replace(waiting_since=now, waited_s=now)
     young = view(0.0, name="young", arrival=now, waiting_since=now)
     assert order([young, old], now, policy) == ["old", "young"]

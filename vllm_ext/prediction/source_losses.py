@@ -9,18 +9,11 @@ from vllm_ext.contract.length_distribution import LengthDistribution
 
 _LEVELS = (0.5, 0.9)
 """Quantiles that are judged: what an order goes by, and what memory is kept for."""
-_ENOUGH = 50
-"""Requests after which losses are believed rather than the order in which the sources were named."""
-_REMEMBERED = 500
-"""Requests after which what was seen counts half: prompts change, and a predictor learns."""
+_ENOUGH, _REMEMBERED = 50, 500
+"""Requests after which losses are believed rather than the order of the sources, and after which they count half."""
 
-Answers = Mapping[str, tuple[int, ...]]
-"""By source, the quantiles at `_LEVELS`, in tokens, that it gave for one request."""
-
-
-def quantiles(distribution: LengthDistribution) -> tuple[int, ...]:
-    """Return what of a source's answer is kept until the request has ended."""
-    return tuple(distribution.quantile(level) for level in _LEVELS)
+Answers = Mapping[str, LengthDistribution]
+"""What the sources said of one request, within its bound."""
 
 
 class SourceLosses:
@@ -36,16 +29,13 @@ class SourceLosses:
         self._requests = 0.0
 
     def observe(self, answers: Answers, output_tokens: int) -> None:
-        """Learn from a finished request.
-
-        Args:
-            answers: By all sources that answered; of one alone nothing is learned.
-            output_tokens: What was generated, at least 1.
-        """
+        """Learn from a request that generated at least one token; of one answer alone nothing is learned."""
         if len(answers) < 2:
             return
-        for source, found in answers.items():
-            self._losses[source] = self._losses.get(source, 0.0) + _loss(found, output_tokens)
+        for source, said in answers.items():
+            missed = [(level, math.log(output_tokens / said.quantile(level))) for level in _LEVELS]
+            loss = sum(max(level * one, (level - 1) * one) for level, one in missed)
+            self._losses[source] = self._losses.get(source, 0.0) + loss
         self._requests += 1
         if self._requests >= 2 * _REMEMBERED:
             self._requests /= 2
@@ -56,8 +46,3 @@ class SourceLosses:
         if self._requests < _ENOUGH or source not in self._losses or other not in self._losses:
             return None
         return self._losses[source] < self._losses[other]
-
-
-def _loss(found: tuple[int, ...], output_tokens: int) -> float:
-    missed = [math.log(output_tokens / tokens) for tokens in found]
-    return sum(max(level * one, (level - 1) * one) for level, one in zip(_LEVELS, missed, strict=True))

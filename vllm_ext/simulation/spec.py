@@ -218,15 +218,6 @@ def parse(model: type[Model], data: object) -> Model:
     return made(model, data, root="")
 
 
-def policies_of(engine: EngineSpec) -> systems.Policies:
-    """Return the policies of a system of ours, with the engine's options; oracles are allowed.
-
-    Raises:
-        ConfigError: the system is unknown, or refuses an option.
-    """
-    return systems.build(_options_of(engine))
-
-
 def _options_of(engine: EngineSpec) -> config.ExtConfig:
     return config.parse({**engine.options, "system": engine.system, "allow_oracle": True})
 

@@ -51,11 +51,6 @@ class SloSlack(Ordering):
             require(getattr(self, name) >= 0, f"ordering.{name}", getattr(self, name), "a number of at least 0")
         require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
 
-    @property
-    def max_wait_behind_younger_s(self) -> float:
-        """The aging bound: waiting time after which only older requests go before this one, in seconds."""
-        return self.age_limit_s
-
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return the place of ``request``; a waiting one must be asked for again when it is lost or aged."""
         if request.total_wait_s(now) >= self.age_limit_s:

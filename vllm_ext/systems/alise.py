@@ -185,11 +185,6 @@ class RemainingTimeLevels(Ordering):
         require(self.base_level_s > 0, "ordering.base_level_s", self.base_level_s, "seconds, greater than 0")
         require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
 
-    @property
-    def max_wait_behind_younger_s(self) -> float:
-        """The aging bound: waiting time after which only older requests go before this one, in seconds."""
-        return self.num_levels * self.age_limit_s
-
     def level(self, request: RequestView) -> int:
         """Return the queue of a request before aging, 0 (highest) to ``num_levels - 1``."""
         ratio = request.predicted_remaining_s / self.base_level_s

@@ -237,11 +237,6 @@ class SkipJoin(Ordering):
         for field in ("base_quantum_s", "starve_limit_s"):
             require(getattr(self, field) > 0, f"ordering.{field}", getattr(self, field), "seconds, greater than 0")
 
-    @property
-    def max_wait_behind_younger_s(self) -> float:
-        """The aging bound: waiting time after which only older requests go before this one, in seconds."""
-        return self.starve_limit_s
-
     def level(self, request: RequestView) -> int:
         """Return the queue of a request that did not starve, 0 (highest) to ``num_levels - 1``."""
         return self._level(request)[0]
