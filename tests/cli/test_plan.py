@@ -97,6 +97,16 @@ def test_the_answer_is_a_command_with_what_each_change_brings(
     assert str(tmp_path) not in saved.read_text(encoding="utf-8")
 
 
+def test_options_that_the_server_has_are_in_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(monkeypatch)
+    options = ["--set", 'engine.options={"kv_tier": {"gib": 4.0}}']
+    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), *options, *FAST]) == 0
+    command = shlex.split(json.loads(capsys.readouterr().out.splitlines()[-1])["config"]["command"])
+    assert json.loads(command[command.index("--additional-config") + 1]) == {"vllm_ext": {"kv_tier": {"gib": 4.0}}}
+
+
 @pytest.mark.parametrize(
     ("flags", "recommended", "status"),
     [

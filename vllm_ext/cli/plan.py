@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import vllm_ext
 from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need
-from vllm_ext.config import tuned
+from vllm_ext.config import KEY, tuned
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.plots import Series, lines
 from vllm_ext.report.results import without_folder
@@ -79,7 +80,7 @@ def _plan(args: argparse.Namespace) -> int:
             say(f"saturates at {saturated.rate_per_s:.4g} requests/s; your load is {saturated.own_load:.2f} of that")
             coarse = search.search(bench, parts, objective, saturated, args.keep)
             flags = shlex.join(coarse.choice.flags()) or "none"
-            say(f"coarse, by {parts.search.count} requests: {coarse.choice.name}; flags: {flags}")
+            say(f"coarse: {coarse.choice.name}; flags: {flags}")
             found = answer(bench, parts, objective, saturated, coarse, loads)
             unsure = None
             if base.cost.kind == "roofline" and found.choice != DEFAULT:
@@ -244,6 +245,9 @@ def _command(base: SimulationSpec, choice: Candidate) -> str:
     words += ["--kv-cache-dtype", "fp8"] if choice.fp8_kv else []
     words += [] if engine.prefix_caching else ["--no-enable-prefix-caching"]
     words += [] if engine.async_scheduling else ["--no-async-scheduling"]
+    options = {name: value for name, value in engine.options.items() if name != "policies"}
+    if options and choice.system is not AS_IT_IS:
+        words += ["--additional-config", json.dumps({KEY: options})]
     return shlex.join(words)
 
 
