@@ -3,11 +3,13 @@
 Question: an operator plans with yesterday's trace. Is the server that `vllm-ext plan` recommends as good, on the
 requests that follow, as the best of all budgets and systems, and never worse than the server as it is?
 
-Method: twelve pairs of a recorded workload and a device, on none of which a rule or a constant of `plan` was chosen.
-The last third of each file, which is its last by time, is reserved: `plan` sees the first two thirds, searches on the
-first and chooses on the second. On the reserved third, at 0.9 of the saturation that `plan` found, vLLM and `alise`
-are then tried with every token budget; at 0.5 and 0.7 what was recommended and the server as it is. A ratio is a
-latency of the server as it is over that of another, above 1 is better.
+Method: twelve pairs of a recorded workload and a device. No rule or constant of `plan` was chosen on any of them, but
+for two: the limit of the TTFT was changed when two cells had been seen, and half the budget became a finalist when
+seven had. Goals are told without these seven, too. The last third of each file, which is its last by time, is reserved:
+`plan` sees the first two thirds, searches on the first and chooses on the second. On the reserved third, at 0.9 of the
+saturation that `plan` found, vLLM and `alise` are then tried with every token budget; at 0.5 and 0.7 what was
+recommended and the server as it is. A ratio is a latency of the server as it is over that of another, above 1 is
+better. The best of the grid is told twice: of all, and of those that keep to the limits of `plan` there.
 
     python benchmarks/simulated/plan_held_out.py --data DIR --quick
     python benchmarks/simulated/plan_held_out.py --data DIR --jobs 2 --out benchmarks/results/plan_held_out.json
@@ -45,6 +47,11 @@ GRID_AT = 0.9
 _GRID = ("vLLM", "alise")
 REQUESTS, QUICK_REQUESTS = 1000, 100
 QUICK = ("azure-2024, llama-3.1-8b, 1 x h100",)
+_SEEN = (
+    "azure-conv, llama-2-7b, 1 x a100-40", "azure-conv, llama-3.1-8b, 1 x h100", "azure-conv, llama-3.1-70b, 4 x h100",
+    "azure-code, llama-3.1-8b, 1 x h100", "azure-code, llama-3.1-70b, 4 x h100", "azure-2024, opt-13b, 1 x a100-40",
+    "azure-2024, llama-3.1-8b, 1 x h100",
+)  # fmt: skip
 _TRACES: Mapping[str, Mapping[str, Any]] = {
     "azure-conv": {"source": "traces/azure_2023_conv.csv.gz"},
     "azure-code": {"source": "traces/azure_2023_code.csv.gz"},
@@ -165,17 +172,27 @@ def judged(cell: Cell, data: Path, runner: Runner) -> Judged:
 
 def claims(found: Mapping[str, Judged]) -> Iterator[Claim]:
     """Hold what was found to the goals."""
-    missed = {name: one.missed(one.best()) for name, one in found.items()}
-    worst = min(missed, key=missed.__getitem__)
-    yield Claim(name=f"recommended over the best of the grid at {GRID_AT:g}: mean e2e, worst cell ({worst})",
-                value=round(missed[worst], 4), goal=0.97)  # fmt: skip
+    fresh = {name: one for name, one in found.items() if name not in _SEEN}
+    for told, cells in (("", found), (", unseen cells", fresh)):
+        if cells:
+            yield from _claims_of(cells, told)
+
+
+def _claims_of(found: Mapping[str, Judged], told: str) -> Iterator[Claim]:
+    for what, objective in (("", None), (" that keeps to the limits", Objective(with_slo=False))):
+        missed = {name: one.missed(one.best(objective)) for name, one in found.items()}
+        worst = min(missed, key=missed.__getitem__)
+        yield Claim(
+            name=f"recommended over the best of the grid{what} at {GRID_AT:g}{told}: mean e2e, worst ({worst})",
+            value=round(missed[worst], 4), goal=0.97,
+        )  # fmt: skip
     for metric, label, goal in ((MEAN, "mean e2e", 0.97), (P99, "P99 e2e", 0.95)):
         ratios = {(n, load): one.over(one.found.choice, load, metric) for n, one in found.items() for load in LOADS}
         name, load = min(ratios, key=ratios.__getitem__)
-        yield Claim(name=f"recommended over vLLM as it is, 0.5 to 0.9: {label}, worst cell ({name} at {load:g})",
+        yield Claim(name=f"recommended over vLLM as it is, 0.5 to 0.9{told}: {label}, worst ({name} at {load:g})",
                     value=round(ratios[name, load], 4), goal=goal)  # fmt: skip
     gains = [math.log(one.over(one.found.choice, GRID_AT, MEAN)) for one in found.values()]
-    yield Claim(name=f"recommended over vLLM as it is at {GRID_AT:g}: mean e2e, geometric mean",
+    yield Claim(name=f"recommended over vLLM as it is at {GRID_AT:g}{told}: mean e2e, geometric mean",
                 value=round(math.exp(fmean(gains)), 4), goal=1.15)  # fmt: skip
 
 
@@ -193,8 +210,13 @@ def table(found: Mapping[str, Judged]) -> Table:
             cells += [candidate.name, " / ".join(f"{each:.2f}" for each in over)]
         rows.append([*cells, one.missed(best)])
     shown = [f"at {load:g}" for load in LOADS]
-    columns = ["cell", "recommended", *shown, "best within limits", "", "best of all", "", "recommended over best"]
+    columns = ["cell", "recommended", *shown, "best within limits", "it at 0.9", "best of all", "it at 0.9",
+               "recommended over best of all"]  # fmt: skip
     return Table(columns, rows, title="mean / P99 / P90 of the TTFT, times better than vLLM as it is")
+
+
+def _text(cell: object) -> str:
+    return f"{cell:.2f}" if isinstance(cell, float) else str(cell)
 
 
 def run(runner: Runner, data: Path, names: Sequence[str]) -> Findings:
@@ -206,8 +228,9 @@ def run(runner: Runner, data: Path, names: Sequence[str]) -> Findings:
             for load, values in runs.items():
                 into, who = (baseline, "") if candidate == DEFAULT else (metrics, f"{candidate.name}.")
                 into |= {f"{name}.{who}at_{load:g}.{metric}": values[metric] for metric in (MEAN, P99, TTFT_P90)}
+    shown = table(found)
     return Findings(
-        tables=[table(found)],
+        tables=[shown],
         claims=[*claims(found)],
         metrics=metrics,
         baselines={DEFAULT.name: baseline},
@@ -215,6 +238,8 @@ def run(runner: Runner, data: Path, names: Sequence[str]) -> Findings:
             "saturation_per_s": {name: one.saturation_per_s for name, one in found.items()},
             "recommended": {name: one.found.choice.name for name, one in found.items()},
             "rejected": {name: dict(one.found.rejected) for name, one in found.items()},
+            "columns": list(shown.columns),
+            "rows": [list(map(_text, row)) for row in shown.rows],
             "failed": {name: {who.name: why for who, why in one.failed.items()} for name, one in found.items()},
         },
         workload=[CELLS[name].base(data).workload for name in names],
