@@ -217,7 +217,9 @@ def search(
     # A short run does not see all that a small budget costs: what breaks a limit in a long one needs another behind it.
     larger = (one for one in ranked if (one.tokens or own) > (choice.tokens or own) and one != DEFAULT)
     runner_up = next(larger, choice)
-    finalists = unique([DEFAULT, vllm, alone, choice, runner_up, *with_fp8_kv(choice, bench.base)])
+    # And what the search says of half the budget hangs on how heavy that part of the traffic is.
+    half = [one for one in nearby(choice, resolved) if (one.tokens or own) < (choice.tokens or own)]
+    finalists = unique([DEFAULT, vllm, alone, choice, runner_up, *half, *with_fp8_kv(choice, bench.base)])
     finalists = [one for one in finalists if one.changed.isdisjoint(keep)]
     for candidate in scores:
         if candidate not in finalists:
