@@ -101,10 +101,24 @@ def test_options_that_the_server_has_are_in_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made_up(monkeypatch)
-    options = ["--set", 'engine.options={"kv_tier": {"gib": 4.0}}']
+    saved = tmp_path / "tuned.json"
+    options = ["--set", 'engine.options={"kv_tier": {"gib": 4.0}}', "--block-size", "32", "--save", str(saved)]
+    options += ["--set", "hardware.kv_dtype_bytes=1"]
     assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), *options, *FAST]) == 0
     command = shlex.split(json.loads(capsys.readouterr().out.splitlines()[-1])["config"]["command"])
     assert json.loads(command[command.index("--additional-config") + 1]) == {"vllm_ext": {"kv_tier": {"gib": 4.0}}}
+    assert tuned.load(saved).settings.options == {"kv_tier": {"gib": 4.0}}
+    assert [command[command.index(flag) + 1] for flag in ("--block-size", "--kv-cache-dtype")] == ["32", "fp8"]
+
+
+def test_seats_that_must_stay_rule_out_budgets_below_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM lowers its seats to the budget: 256 tokens would be best, and leave 256 of 1,024."""
+    made_up(monkeypatch)
+    flags = ["--keep", "scheduler,seats", "--device", "h100", "--model", "llama-3.1-8b"]
+    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), *flags, *FAST]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["config"]["recommended"] == "vLLM as it is"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +142,9 @@ def test_what_must_stay_stays_and_what_must_hold_is_held(
     config = json.loads(shown.out.splitlines()[-1])["config"]
     assert config["recommended"] == recommended
     assert config["constraints_hold"] is (status == 0)
-    assert ("no server that was tried keeps to every --constraint at your load" in shown.err) is (status == 3)
+    assert ("no server that was tried, and is allowed, keeps to every --constraint" in shown.err) is (status == 3)
+    kept = "--constraint" in flags and status == 0
+    assert ("the server as it is does not keep to the constraints: e2e_p99_ms<=5100 does not" in shown.err) is kept
     if status == 3:
         assert "dropped: alise: e2e_p99_ms<=5100 does not hold at your load: 7500" in shown.err
 

@@ -23,7 +23,7 @@ from vllm_ext.simulation.plan import evidence, search
 from vllm_ext.simulation.plan.answer import Answer, Doubt, answer, doubt, nearest, parts_of_choice
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, CHANGED, DEFAULT, VLLM, Candidate
 from vllm_ext.simulation.plan.evidence import Objective
-from vllm_ext.simulation.plan.runs import Bench, NoAnswer, parts_of
+from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Parts, parts_of
 from vllm_ext.simulation.plan.search import Coarse, Saturation
 from vllm_ext.simulation.spec import SimulationSpec, checked, resolve, with_values
 from vllm_ext.simulation.sweep.capacity import Constraint
@@ -76,7 +76,7 @@ def _plan(args: argparse.Namespace) -> int:
         bench = Bench(base, store, pool, tell)
         try:
             saturated = search.saturation(bench, parts, own_rate)
-            objective = replace(objective, own_load=saturated.own_load)
+            objective = replace(objective, own_load=float(f"{saturated.own_load:.3g}"))
             say(f"saturates at {saturated.rate_per_s:.4g} requests/s; your load is {saturated.own_load:.2f} of that")
             coarse = search.search(bench, parts, objective, saturated, args.keep)
             flags = shlex.join(coarse.choice.flags()) or "none"
@@ -91,7 +91,7 @@ def _plan(args: argparse.Namespace) -> int:
     everything = [metrics for runs in found.tried.metrics.values() for metrics in runs.values()]
     incomplete = left_out.lines(everything, base, workload)
     price = None if args.price_per_hour is None else args.price_per_hour * base.hardware.tensor_parallel
-    said = [_table(found, saturated), *incomplete, "", *_advice(found, saturated, coarse, unsure, base, price)]
+    said = [_table(found, saturated), *incomplete, "", *_advice(found, saturated, coarse, unsure, base, price, parts)]
     results.emit(made, said, args.out, as_json=args.json)
     if args.plot is not None:
         _draw(found, saturated, base, args.plot)
@@ -153,11 +153,13 @@ def _table(found: Answer, saturated: Saturation) -> Table:
 
 def _advice(
     found: Answer, saturated: Saturation, coarse: Coarse, unsure: Doubt | None, base: SimulationSpec,
-    price: float | None,
+    price: float | None, parts: Parts,
 ) -> Iterator[str]:  # fmt: skip
     choice = found.choice
     if found.unmet:
-        yield "no server that was tried keeps to every --constraint at your load; without them:"
+        yield "no server that was tried, and is allowed, keeps to every --constraint at your load; without them:"
+    elif DEFAULT.name in found.rejected:
+        yield f"the server as it is does not keep to the constraints: {found.rejected[DEFAULT.name]}"
     if choice == DEFAULT:
         yield "recommended: leave the server as it is: nothing that was tried is better by more than chance"
     else:
@@ -169,11 +171,11 @@ def _advice(
     if choice != DEFAULT:
         start = found.helps_from
         yield (
-            f"it is better for certain from {start:g} of saturation on" if start else "it is better at some loads only"
+            f"it is better for certain from {start:g} of saturation on" if start else "it is not better at all loads"
         )
         own = f"your trace has {saturated.own_load:.2f} of it ({saturated.own_rate_per_s:.3g} requests/s)"
         yield f"{own}; nobody gains where nobody waits" if saturated.own_load < min(found.pair) else own
-    yield from _capacity(found, saturated, price)
+    yield from _capacity(found, saturated, price, parts)
     yield from (f"who pays: {line}" for line in found.who_pays)
     if unsure is not None:
         yield from _doubted(unsure)
@@ -200,11 +202,12 @@ def _brings(found: Answer) -> Iterator[str]:
             yield f"at {load:g} of saturation, {label}: {found.over(candidate, load, metric)} {what}{sure}"
 
 
-def _capacity(found: Answer, saturated: Saturation, price: float | None) -> Iterator[str]:
+def _capacity(found: Answer, saturated: Saturation, price: float | None, parts: Parts) -> Iterator[str]:
     """What is carried, and at a price per hour of all devices what that costs."""
     before, now = saturated.rate_per_s, found.carries_per_s
+    counted = "conversations" if parts.counted(1.0) < 1 else "requests"
     if found.choice != DEFAULT:
-        yield f"it carries {now:.3g} requests/s, {now / before:.2f} times what the server carries as it is"
+        yield f"it carries {now:.3g} {counted}/s, {now / before:.2f} times what the server carries as it is"
     if price is None:
         return
     runs = found.tried.metrics[found.choice]
@@ -212,7 +215,7 @@ def _capacity(found: Answer, saturated: Saturation, price: float | None) -> Iter
     tokens = run["output_tokens"] / run["requests"]
     for label, rate in {"as it is": before, "recommended": now}.items():
         if label == "as it is" or found.choice != DEFAULT:
-            cost, servers = price / 3600 / rate, math.ceil(saturated.own_rate_per_s / rate)
+            cost, servers = price / 3600 / rate * parts.counted(1.0), math.ceil(saturated.own_rate_per_s / rate)
             per_token = f"{1e6 * cost / tokens:.3g} per million output tokens"
             needed = f"your load needs {servers} server{'s' if servers > 1 else ''}"
             yield f"cost {label}, at capacity: {1000 * cost:.3g} per 1,000 requests, {per_token}; {needed}"
@@ -239,12 +242,20 @@ def _command(base: SimulationSpec, choice: Candidate) -> str:
         "--gpu-memory-utilization": hardware.gpu_memory_utilization if hardware.gpu_memory_utilization != 0.9 else None,
         "--kv-cache-memory-bytes": hardware.kv_memory_bytes, "--num-gpu-blocks-override": engine.num_blocks,
         "--watermark": choice.reserve or engine.watermark or None,
+        "--block-size": engine.block_size if engine.block_size != 16 else None,
+        "--scheduling-policy": "priority" if engine.scheduling_policy == "priority" else None,
+        "--kv-cache-dtype": "fp8" if choice.fp8_kv or hardware.kv_dtype_bytes == 1 else None,
     }  # fmt: skip
     words = ["vllm", "serve", hardware.model, *choice.system.flags]
     words += [word for flag, value in given.items() if value is not None for word in (flag, f"{value}")]
-    words += ["--kv-cache-dtype", "fp8"] if choice.fp8_kv else []
     words += [] if engine.prefix_caching else ["--no-enable-prefix-caching"]
     words += [] if engine.async_scheduling else ["--no-async-scheduling"]
+    if (offload := engine.kv_offload) is not None:
+        extra = {"cpu_bytes_to_use": offload.cpu_bytes, "eviction_policy": offload.policy,
+                 "offload_prompt_only": offload.offload_prompt_only,
+                 "blocks_per_chunk": offload.blocks_per_chunk}  # fmt: skip
+        connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        words += ["--kv-transfer-config", json.dumps(connector)]
     options = {name: value for name, value in engine.options.items() if name != "policies"}
     if options and choice.system is not AS_IT_IS:
         words += ["--additional-config", json.dumps({KEY: options})]
@@ -285,7 +296,7 @@ def _tuned(
     args: argparse.Namespace, base: SimulationSpec, found: Answer, saturated: Saturation, workload: GeneratedWorkload
 ) -> tuned.Tuned:
     choice, hardware = found.choice, resolve(base).hardware
-    options = Candidate(system=choice.system).on(SimulationSpec()).engine.options
+    options = {} if choice.system is AS_IT_IS else choice.on(base).engine.options
     limits = resolve(choice.on(base)).limits
     over = {load: [found.over(choice, load, name) for name in (evidence.MEAN, evidence.P99, evidence.TTFT_P90)]
             for load in sorted(found.pair)}  # fmt: skip

@@ -10,7 +10,7 @@ from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
 from vllm_ext.prediction.hint_weights import HintWeights
 from vllm_ext.prediction.history import LengthHistory
 from vllm_ext.prediction.query import LengthQuery, LengthSource
-from vllm_ext.prediction.source_losses import Answers, SourceLosses
+from vllm_ext.prediction.source_losses import LEVELS, Answers, SourceLosses
 
 HINT = "hint"
 _PRIOR_SPREAD = 1.0
@@ -72,11 +72,9 @@ class LengthPredictor:
     def answers_for(self, query: LengthQuery, name: str, late: LengthDistribution) -> Answers:
         """Return what is to be judged when the request has ended: a late answer, and those that are given at once."""
         at_once = {source.name: source.predict(query) for source in self.sources}
-        return {
-            source: found.capped(query.max_tokens)
-            for source, found in {**at_once, name: late}.items()
-            if found is not None
-        }
+        answers = {source: found for source, found in {**at_once, name: late}.items() if found is not None}
+        most = query.max_tokens
+        return {source: tuple(min(one.quantile(at), most) for at in LEVELS) for source, one in answers.items()}
 
     def observe(self, query: LengthQuery, output_tokens: int, answers: Answers | None = None) -> None:
         """Tell every source how long a finished request became; ``answers`` are judged by it, if a late one came."""

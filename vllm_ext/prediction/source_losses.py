@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from vllm_ext.contract.length_distribution import LengthDistribution
-
-_LEVELS = (0.5, 0.9)
+LEVELS = (0.5, 0.9)
 """Quantiles that are judged: what an order goes by, and what memory is kept for."""
 _ENOUGH, _REMEMBERED = 50, 500
 """Requests after which losses are believed rather than the order of the sources, and after which they count half."""
 
-Answers = Mapping[str, LengthDistribution]
-"""What the sources said of one request, within its bound."""
+Answers = Mapping[str, tuple[int, ...]]
+"""By source, the quantiles at `LEVELS` of what it said of one request, within its bound, in tokens."""
 
 
 class SourceLosses:
@@ -33,7 +31,7 @@ class SourceLosses:
         if len(answers) < 2:
             return
         for source, said in answers.items():
-            missed = [(level, math.log(output_tokens / said.quantile(level))) for level in _LEVELS]
+            missed = [(level, math.log(output_tokens / one)) for level, one in zip(LEVELS, said, strict=True)]
             loss = sum(max(level * one, (level - 1) * one) for level, one in missed)
             self._losses[source] = self._losses.get(source, 0.0) + loss
         self._requests += 1

@@ -220,7 +220,8 @@ class TrackedRequests:
                 distribution = LengthDistribution.through(quantiles)
             except (TypeError, ValueError):
                 continue
-            tracked.answers = self.predictor.answers_for(tracked.query, RETRIEVAL, distribution)
+            if tracked.answers is None:
+                tracked.answers = self.predictor.answers_for(tracked.query, RETRIEVAL, distribution)
             if not self.predictor.prefers(RETRIEVAL, tracked.prediction):
                 continue
             prediction = self.predictor.with_hint(tracked.query, distribution, RETRIEVAL)

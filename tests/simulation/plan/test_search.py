@@ -16,6 +16,7 @@ from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts, at, parts_of
 from vllm_ext.simulation.plan.search import LOADS, Coarse, carried, saturation, search
 from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.sweep.capacity import Constraint
 from vllm_ext.simulation.sweep.pools import InProcessPool
 from vllm_ext.simulation.sweep.store import PointStore
 from vllm_ext.simulation.workloads.build import build
@@ -96,6 +97,7 @@ def test_of_conversations_clients_grow_until_more_of_them_get_no_more(make: Call
 
     def run(spec: SimulationSpec) -> dict[str, float]:
         assert (spec.workload.arrivals, spec.workload.rate_per_s) == ("closed-loop", None)
+        build(spec.workload)  # what a real run would refuse
         asked.append(spec.workload.clients)
         return {"requests": 100.0, "middle_requests_per_s": min(spec.workload.clients / 60.0, 20.0)}
 
@@ -108,6 +110,68 @@ def test_of_conversations_clients_grow_until_more_of_them_get_no_more(make: Call
     assert asked[-1] == 5184
 
 
+def test_short_thought_is_no_saturation(make: Callable[..., Bench]) -> None:
+    """Clients that never wait get few requests each in a run that is shorter than their thought."""
+    asked: list[int] = []
+
+    def run(spec: SimulationSpec) -> dict[str, float]:
+        asked.append(spec.workload.clients)
+        each_s = 120.0 + 1.0
+        assert (spec.workload.duration_s or 0.0) / each_s > 4
+        return {"requests": 100.0, "middle_requests_per_s": min(spec.workload.clients / each_s, 40.0)}
+
+    parts = Parts(Part(0, 90, 1), Part(0, 90, 2), True, turns=1.2, think_s=120.0)
+    saturation(make(run), parts, 0.1)
+    assert asked[:3] == [64, 192, 576]
+    assert asked[-1] > 40 * 120
+
+
+def test_a_rate_that_is_followed_is_no_capacity(make: Callable[..., Bench]) -> None:
+    """Of thirty rows half seem to be served late; the long run follows what it is asked for."""
+
+    def run(spec: SimulationSpec) -> dict[str, float]:
+        rate, requests = spec.workload.rate_per_s or 0.0, float(spec.workload.num_requests or 0)
+        fast = 3.0 if spec.engine.max_num_batched_tokens == 512 else 1.0
+        served = rate / 2 if requests < 100 else min(rate, 40.0 * fast)
+        return {"requests": requests, "middle_requests_per_s": served}
+
+    bench, part = make(run), Part(0, 30, 1)
+    parts = Parts(part, part, endless=True)
+    found = saturation(bench, parts, 1.0)
+    assert found.rate_per_s == 40.0
+    assert carried(bench, parts, DEFAULT, found) == 40.0
+    assert carried(bench, parts, Candidate(tokens=512), found) == 120.0
+
+
+def test_only_rows_of_the_search_are_drawn_again(make: Callable[..., Bench], tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    rows = [{"prompt_tokens": 20, "output_tokens": 4 if i < 30 else 900, "timestamp": 0.5 * i} for i in range(90)]
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+
+    def run(spec: SimulationSpec) -> dict[str, float]:
+        lengths = {request.output_tokens for request in build(spec.workload).start()}
+        if spec.workload.num_requests == 2000:
+            assert lengths == {4}, "the others are for the final table"
+        served = min(spec.workload.rate_per_s or 0.0, CARRIES)
+        return {"requests": float(spec.workload.num_requests or 0), "middle_requests_per_s": served}
+
+    bench = make(run, workload={"source": str(path), "arrivals": "recorded"})
+    parts = parts_of(build(bench.base.workload))
+    assert saturation(bench, parts, 2.0).rate_per_s == CARRIES
+
+
+def test_what_keeps_to_a_constraint_is_found_although_it_costs_the_mean(make: Callable[..., Bench]) -> None:
+    def run(spec: SimulationSpec) -> dict[str, float]:
+        small = spec.engine.max_num_batched_tokens == 128
+        found = measured(spec, lambda s: 0.97 if small else by_budget(s))
+        return {**found, "tbt_p99_ms": 40.0 if small else 200.0}
+
+    limit = Constraint.parse("tbt_p99_ms<=50")
+    wanted = Objective(with_slo=False, constraints=(limit,), own_load=0.25)
+    _, found = planned(make(run), wanted)
+    assert (found.choice.name, found.unmet) == ("vLLM, 128 tokens", False)
+
+
 def test_conversations_are_as_many_as_overlap_at_a_load() -> None:
     spec = SimulationSpec.model_validate({"workload": {"source": "pensieve-sharegpt", "num_requests": 100}})
     parts = parts_of(build(spec.workload))
@@ -116,9 +180,11 @@ def test_conversations_are_as_many_as_overlap_at_a_load() -> None:
     assert loaded.count == pytest.approx(3.0 * 3 * parts.life_s, abs=1)
     assert parts.loaded(parts.final, 3.0).count == pytest.approx(5 / 3 * loaded.count, abs=1)
     assert parts.loaded(parts.search, 0.01, 400) == parts.search, "those asked for are enough"
+    by_requests = replace(parts, counts_sessions=False)
+    assert by_requests.loaded(parts.search, 3.0 * parts.turns, 400) == loaded, "the same load in another unit"
     few = replace(parts, endless=False)
     assert few.loaded(few.search, 3.0, 40) == few.search, "a file has no more"
-    alone = replace(parts, life_s=0.0)
+    alone = replace(parts, think_s=0.0)
     assert alone.loaded(alone.search, 3.0, 40).count == 40
 
 

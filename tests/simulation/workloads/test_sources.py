@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,25 @@ def test_a_file_is_read_again_only_if_it_or_what_is_asked_of_it_changed(
     for tokens in range(1, 9):
         workload(source=source, max_output_tokens=tokens)
     assert len(sources._read) == sources._MOST_READ
+
+
+def test_a_file_that_is_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
+    source = Path(counts(tmp_path, (1, 2), (3, 4)))
+    before, stat = lengths(source=str(source)), source.stat()
+    (tmp_path / "other").mkdir()
+    other = Path(counts(tmp_path / "other", (5, 6), (7, 8)))
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    os.replace(other, source)
+    assert (source.stat().st_size, source.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert (before, lengths(source=str(source))) == ([(1, 2), (3, 4)], [(5, 6), (7, 8)])
+
+
+def test_a_pool_is_a_part_of_the_rows(tmp_path: Path) -> None:
+    source = counts(tmp_path, *((n, n) for n in range(1, 10)))
+    assert lengths(source=source, pool=(2, 4)) == [(3, 3), (4, 4)]
+    drawn = lengths(source=source, pool=(2, 4), sample="with-replacement", num_requests=50)
+    assert set(drawn) == {(3, 3), (4, 4)}
+    with pytest.raises(ValueError, match=r"pool=\(4, 2\): must be two ascending numbers"):
+        workload(source=source, pool=(4, 2))
+    with pytest.raises(DatasetError, match="no row is left"):
+        workload(source=source, pool=(90, 99))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -110,7 +111,7 @@ def parts_of_choice(choice: Candidate) -> dict[str, Candidate]:
     """Return what a choice consists of, by what it changes: vLLM's own settings, and who schedules."""
     return {
         "the flags of vLLM": replace(choice, system=AS_IT_IS),
-        f"--scheduler-cls {choice.system.system}": Candidate(system=choice.system),
+        shlex.join(choice.system.flags): Candidate(system=choice.system),
     }
 
 

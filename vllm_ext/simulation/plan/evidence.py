@@ -137,6 +137,8 @@ class Objective:
                 return f"{_WATCHED[TTFT_P90]} {1 / first:.2f} times as long at {load:g} of saturation"
         if (own := ours.get(self.own_load)) is not None:
             for constraint in self.constraints:
+                if constraint.metric not in own and constraint.metric in base.get(self.own_load, {}):
+                    return f"{constraint} was not measured at your load"
                 if not constraint.meets(own):
                     return f"{constraint} does not hold at your load: {own.get(constraint.metric, math.nan):.4g}"
         return ""

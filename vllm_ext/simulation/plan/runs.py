@@ -50,10 +50,21 @@ class Parts:
     final: Part
     endless: bool = False
     """Whether requests are drawn and never run out."""
-    life_s: float = 0.0
-    """Of conversations: how long one lasts by its think times alone; 0 for single requests."""
     turns: float = 1.0
-    """Requests of what the workload's rate counts."""
+    """Requests of a session."""
+    think_s: float = 0.0
+    """Between the turns of conversations."""
+    counts_sessions: bool = True
+    """Whether the workload's rate is that of sessions, or of requests."""
+
+    @property
+    def life_s(self) -> float:
+        """How long a conversation lasts by its think times alone; 0 for single requests."""
+        return (self.turns - 1) * self.think_s
+
+    def counted(self, requests: float) -> float:
+        """Return what the workload's rate counts, of a number of requests."""
+        return requests / self.turns if self.counts_sessions else requests
 
     def loaded(self, part: Part, rate_per_s: float, most: int | None = None) -> Part:
         """Return the beginning of a part, long enough that a load is reached where conversations overlap.
@@ -64,7 +75,8 @@ class Parts:
             most: Requests that are enough otherwise; None: all of the part.
         """
         found = part if most is None else part.head(most)
-        needed = math.ceil((_FINAL_LIVES if most is None else _LIVES) * self.life_s * rate_per_s)
+        sessions_per_s = rate_per_s / (1.0 if self.counts_sessions else self.turns)
+        needed = math.ceil((_FINAL_LIVES if most is None else _LIVES) * self.life_s * sessions_per_s)
         if needed <= found.count:
             return found
         return replace(part, count=needed) if self.endless else part.head(needed)
@@ -80,15 +92,14 @@ def parts_of(workload: GeneratedWorkload) -> Parts:
     total = sum(1 for _ in workload.start())
     if total < 60:
         raise ValueError(f"{spec.source}: {total} requests; a plan needs at least 60")
-    seed, first, turns = spec.seed, spec.skip_requests, workload.source.mean_turns
-    life_s = (turns - 1) * workload.think_s
-    by_session = turns if spec.rate_counts == "sessions" else 1.0
+    seed, first = spec.seed, spec.skip_requests
+    talk = (workload.source.mean_turns, workload.think_s, spec.rate_counts == "sessions")
     if workload.source.size is None or spec.sample != "file-order":
         part = Part(first, min(total, _MOST_REQUESTS), seed)
-        return Parts(replace(part, seed=seed + _SEEDS), part, workload.source.size is None, life_s, by_session)
+        return Parts(replace(part, seed=seed + _SEEDS), part, workload.source.size is None, *talk)
     searched = total // _SEARCHED
     final = Part(first + searched, min(total - searched, _MOST_REQUESTS), seed)
-    return Parts(Part(first, searched, seed + _SEEDS), final, False, life_s, by_session)
+    return Parts(Part(first, searched, seed + _SEEDS), final, False, *talk)
 
 
 def at(base: SimulationSpec, candidate: Candidate, part: Part, rate_per_s: float) -> SimulationSpec:

@@ -19,7 +19,7 @@ from vllm_ext.simulation.plan.candidates import (
     with_budget,
     with_fp8_kv,
 )  # fmt: skip
-from vllm_ext.simulation.plan.evidence import Objective
+from vllm_ext.simulation.plan.evidence import Metrics, Objective
 from vllm_ext.simulation.plan.runs import WINDOWS, Bench, NoAnswer, Part, Parts
 from vllm_ext.simulation.spec import resolve, with_values
 from vllm_ext.simulation.sweep.grid import RATE
@@ -77,7 +77,7 @@ def saturation(bench: Bench, parts: Parts, own_rate_per_s: float) -> Saturation:
     rate = own_rate_per_s
     for _ in range(_DOUBLINGS):
         rates = (rate, 2 * rate)
-        served = _served(bench, DEFAULT, parts.search.head(_FIRST_REQUESTS), rates)
+        served = _served(bench, DEFAULT, parts.search.head(_FIRST_REQUESTS), rates, parts)
         if over := [found for found, one in zip(served, rates, strict=True) if found < _FOLLOWED * one]:
             return Saturation(_overloaded(bench, parts, DEFAULT, _OVERLOADED * over[0]), own_rate_per_s)
         rate *= 4
@@ -96,54 +96,72 @@ def carried(bench: Bench, parts: Parts, candidate: Candidate, saturated: Saturat
 
 
 def _overloaded(bench: Bench, parts: Parts, candidate: Candidate, asked_per_s: float) -> float:
-    """Return the rate that is served when more is asked."""
+    """Return the rate that is served when more is asked: twice as much until it no longer is what was asked."""
     part = replace(parts.search, count=_SATURATION_REQUESTS)
     if parts.search.count < part.count and not parts.endless:
-        drawn = {"workload.arrivals": "poisson", "workload.sample": "with-replacement", RATE: asked_per_s}
-        bench = replace(bench, base=with_values(bench.base, drawn))
-    (found,) = _served(bench, candidate, part, [asked_per_s])
-    return found
+        bench = replace(bench, base=with_values(bench.base, {**_drawn(parts.search), RATE: asked_per_s}))
+        part = replace(part, first=0)
+    for _ in range(_DOUBLINGS):
+        (found,) = _served(bench, candidate, part, [asked_per_s], parts)
+        if found < _FOLLOWED * asked_per_s:
+            return found
+        asked_per_s *= 2
+    raise NoAnswer(f"{candidate.name} follows {asked_per_s:.4g} requests/s: nothing to plan")
+
+
+def _drawn(part: Part) -> dict[str, object]:
+    """Return what makes the requests of a part come again and again."""
+    pool = (part.first, part.first + part.count)
+    return {"workload.arrivals": "poisson", "workload.cv": 1.0, "workload.sample": "with-replacement",
+            "workload.pool": pool}  # fmt: skip
 
 
 def _of_conversations(bench: Bench, parts: Parts, own_rate_per_s: float) -> Saturation:
     clients, before = _FEWEST_CLIENTS, 0.0
     for _ in range(_DOUBLINGS):
         served = _talking(bench, parts, DEFAULT, clients)
-        if served < _NO_MORE * before or served * parts.turns * _talking_s(parts) < _REQUESTS_EACH * clients:
+        each = served / parts.counted(1.0) * _talking_s(parts) / clients
+        if served < _NO_MORE * before or each < _REQUESTS_EACH:
             return Saturation(served, own_rate_per_s, clients)
         clients, before = _MORE_CLIENTS * clients, served
     raise NoAnswer(f"the server as it is follows {clients} clients: nothing to plan")
 
 
 def _talking_s(parts: Parts) -> float:
-    return max(_LEAST_TALKING_S, _TALKING_LIVES * parts.life_s)
+    """Return for how long clients begin conversations: each has time for more than `_REQUESTS_EACH` requests."""
+    return max(_LEAST_TALKING_S, _TALKING_LIVES * parts.life_s, 2 * _REQUESTS_EACH * parts.think_s)
 
 
 def _talking(bench: Bench, parts: Parts, candidate: Candidate, clients: int) -> float:
     """Return the rate that is served when so many clients begin another conversation whenever one has ended."""
     talking = {
-        "workload.arrivals": "closed-loop", "workload.sample": "with-replacement", RATE: None,
-        "workload.clients": clients, "workload.num_requests": None, "workload.skip_requests": 0,
-        "workload.duration_s": _talking_s(parts), "workload.seed": parts.search.seed,
-        "record.windows": WINDOWS,
+        **({} if parts.endless else _drawn(parts.search)), "workload.arrivals": "closed-loop", "workload.cv": 1.0,
+        RATE: None, "workload.clients": clients, "workload.num_requests": None, "workload.skip_requests": 0,
+        "workload.duration_s": _talking_s(parts), "workload.seed": parts.search.seed, "record.windows": WINDOWS,
     }  # fmt: skip
     (outcome,) = run_points([candidate.on(with_values(bench.base, talking))], bench.store, bench.pool)
     if outcome.metrics is None:
         raise NoAnswer(f"{candidate.name} failed with {clients} clients: {outcome.error}")
-    return outcome.metrics.get("middle_requests_per_s", 0.0) / parts.turns
+    return parts.counted(_middle(outcome.metrics))
 
 
-def _served(bench: Bench, candidate: Candidate, part: Part, rates_per_s: Sequence[float]) -> list[float]:
+def _served(bench: Bench, candidate: Candidate, part: Part, rates_per_s: Sequence[float], parts: Parts) -> list[float]:
     """Rates at which requests ended in the middle of runs, in what the workload's rate counts."""
     found = []
     for rate, outcome in zip(rates_per_s, bench.rates(candidate, part, rates_per_s), strict=True):
         if outcome.metrics is None:
             raise NoAnswer(f"{candidate.name} failed at {rate:.4g} requests/s: {outcome.error}")
-        if "middle_requests_per_s" not in outcome.metrics:
-            raise NoAnswer("too few requests ended to say what the server carries; take more of the trace")
-        served = outcome.metrics["middle_requests_per_s"] * part.count / outcome.metrics["requests"]
+        served = _middle(outcome.metrics)
+        if parts.counts_sessions:
+            served *= part.count / outcome.metrics["requests"]
         found.append(min(rate, served))
     return found
+
+
+def _middle(metrics: Metrics) -> float:
+    if not metrics.get("middle_requests_per_s"):
+        raise NoAnswer("too few requests ended to say what the server carries; take more of the trace")
+    return metrics["middle_requests_per_s"]
 
 
 @dataclass(frozen=True)
@@ -179,11 +197,14 @@ def search(
         NoAnswer: the server as it is failed.
     """
     resolved = resolve(bench.base)
+    own = resolved.limits.max_num_batched_tokens
     first = parts.loaded(parts.search, saturated.rate_per_s, _FIRST_REQUESTS)
     dropped: dict[str, str] = {}
 
     def score(candidates: Sequence[Candidate], part: Part, loads: Sequence[float]) -> dict[Candidate, float]:
         allowed = [one for one in candidates if one.changed.isdisjoint(keep)]
+        if "seats" in keep:  # which vLLM lowers to a smaller budget
+            allowed = [one for one in allowed if (one.tokens or own) >= resolved.limits.max_num_seqs]
         tried = bench.tried(allowed, part, loads, saturated.rate_per_s)
         scores, out = tried.scored(objective, loads, SLACK)
         if not scores:  # nobody keeps to the constraints: the long runs will say so of the best
@@ -192,12 +213,13 @@ def search(
         return scores
 
     every = [with_budget(DEFAULT, tokens, resolved) for tokens in budgets(resolved.limits)]
-    scores = score([DEFAULT, *every], first, _FIRST_LOADS)
+    first_loads = objective.with_own(_FIRST_LOADS)
+    scores = score([DEFAULT, *every], first, first_loads)
     paying = [candidate for candidate in _ranked(scores) if candidate is not DEFAULT][:1]
     others = [system for system in systems(bench.base) if system is not AS_IT_IS]
     mixed = [replace(budget, system=system) for system in others for budget in (DEFAULT, *paying)]
     mixed += [replace(budget, reserve=RESERVE) for budget in (DEFAULT, *paying)]
-    scores |= score([DEFAULT, *mixed], first, _FIRST_LOADS)
+    scores |= score([DEFAULT, *mixed], first, first_loads)
 
     ranked = _ranked(scores)
     kept = unique([DEFAULT, *ranked[:_HALVED]])
@@ -213,7 +235,6 @@ def search(
     vllm = evidence.best({one: value for one, value in scores.items() if one.system is AS_IT_IS} or {DEFAULT: 0.0})
     ours = evidence.best({one: value for one, value in scores.items() if one.system is not AS_IT_IS} or scores)
     alone = Candidate(system=choice.system)
-    own = resolved.limits.max_num_batched_tokens
     # A short run does not see all that a small budget costs: what breaks a limit in a long one needs another behind it.
     larger = (one for one in ranked if (one.tokens or own) > (choice.tokens or own) and one != DEFAULT)
     runner_up = next(larger, choice)

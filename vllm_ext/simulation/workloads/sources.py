@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +24,14 @@ _OF_FILES_ONLY = (
     "format",
     "where",
     "sample",
+    "pool",
     "conversations",
     "prompts_from",
     "tokenizer",
     "keep_text",
     "skip_bad_rows",
 )
+_TOKENIZER = "tokenizer.json"
 _TURNS = ("min_turns", "max_turns")
 
 TokenCounter = Callable[[str], int]
@@ -180,8 +182,10 @@ class _Rows(NamedTuple):
     """What is left of it after the filters, in its order."""
 
 
-_WHEN = {"arrivals", "rate_per_s", "cv", "clients", "duration_s", "num_requests", "skip_requests", "seed", "sample"}
-"""Fields of a workload that rows are read alike for: when requests come, how many, and in which order."""
+_WHEN = {
+    "arrivals", "rate_per_s", "cv", "clients", "duration_s", "num_requests", "skip_requests", "seed", "sample", "pool",
+}  # fmt: skip
+"""Fields of a workload that rows are read alike for: when requests come, which, how many, and in which order."""
 _MOST_READ = 2
 _read: OrderedDict[tuple[object, ...], _Rows] = OrderedDict()
 """Files that were read last, by what decides what is read: one search simulates the same file a hundred times."""
@@ -191,15 +195,21 @@ def _rows(workload: WorkloadSpec, spec: SourceSpec, part: int) -> _Rows:
     path = _existing(spec.source, "source")
     if spec.prompts_from is not None:  # whose lengths are drawn
         return _read_rows(workload, spec, part)
-    found = path.stat()
-    described = workload.model_dump_json(exclude=_WHEN), spec.model_dump_json(exclude=_WHEN)
-    key = (path.resolve(), found.st_mtime_ns, found.st_size, *described)
+    stamps = [_stamp(path), *([_stamp(Path(spec.tokenizer) / _TOKENIZER)] if spec.tokenizer else [])]
+    key = (path.resolve(), *stamps, *(one.model_dump_json(exclude=_WHEN) for one in (workload, spec)))
     if key not in _read:
         _read[key] = _read_rows(workload, spec, part)
     _read.move_to_end(key)
-    while len(_read) > _MOST_READ:
+    while len(_read) > max(_MOST_READ, len(workload.mix)):
         _read.popitem(last=False)
     return _read[key]
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    if not path.is_file():
+        return None
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _read_rows(workload: WorkloadSpec, spec: SourceSpec, part: int) -> _Rows:
@@ -243,15 +253,17 @@ def _read_rows(workload: WorkloadSpec, spec: SourceSpec, part: int) -> _Rows:
                 session = session._replace(conversation=began, earlier=tuple(earlier))
                 earlier.append(fitted[0])
             found.append(session)
-    return _Rows(dataset, found)
+    return _Rows(replace(dataset, rows=dataset.rows[:1]), found)  # the others' texts would stay in memory
 
 
 def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
     dataset, found = _rows(workload, spec, part)
+    if spec.pool is not None:
+        found = found[slice(*spec.pool)]
     rows = len(found)
     if not rows:
         raise DatasetError(
-            f"{dataset.name}: no row is left after the filters on lengths and turns, and the model's context"
+            f"{dataset.name}: no row is left after the filters on lengths and turns, the model's context and pool"
         )
 
     def order() -> Iterator[int]:
@@ -348,7 +360,7 @@ def _refuse(spec: SourceSpec, fields: Sequence[str], what: str) -> None:
 def _token_counter(tokenizer: str | None) -> TokenCounter:
     if tokenizer is None:
         return lambda text: max(1, round(estimated_tokens(text)))
-    file = Path(tokenizer) / "tokenizer.json"
+    file = Path(tokenizer) / _TOKENIZER
     if not file.is_file():
         raise ValueError(f"tokenizer={tokenizer!r}: must be a folder with a tokenizer.json")
     from tokenizers import Tokenizer

@@ -28,6 +28,8 @@ class SourceSpec(BaseModel):
     """Of a file: keep rows whose field is, or is a list containing, one of the values."""
     sample: Literal["file-order", "without-replacement", "with-replacement"] = "file-order"
     """Of a file: take rows in order, or draw them at random. Only with replacement do they never run out."""
+    pool: tuple[int, int] | None = None
+    """Of a file: take only rows from the first number to before the second, counted after the filters; None: all."""
     conversations: bool = False
     """Of a ``sharegpt`` file: serve all turns of a conversation, not only the first."""
     min_turns: int = Field(default=1, ge=1)
@@ -64,6 +66,8 @@ class SourceSpec(BaseModel):
             low, high = getattr(self, f"min_{kind}_tokens"), getattr(self, f"max_{kind}_tokens")
             if high is not None and low > high:
                 raise ValueError(f"min_{kind}_tokens={low}: must be at most max_{kind}_tokens={high}")
+        if self.pool is not None and not 0 <= self.pool[0] < self.pool[1]:
+            raise ValueError(f"pool={self.pool}: must be two ascending numbers of at least 0")
         if self.max_turns is not None and self.max_turns < self.min_turns:
             raise ValueError(f"max_turns={self.max_turns}: must be at least min_turns={self.min_turns}")
         return self
