@@ -39,6 +39,7 @@ from vllm_ext.simulation.plan.answer import Answer, answer
 from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate, budgets, systems, unique, with_budget
 from vllm_ext.simulation.plan.evidence import MEAN, P99, TTFT_P90, Metrics, Objective, times_better
 from vllm_ext.simulation.plan.runs import Bench, Part, parts_of
+from vllm_ext.simulation.plan.saturation import saturation
 from vllm_ext.simulation.spec import SimulationSpec, resolve, with_values
 from vllm_ext.simulation.workloads.build import build
 
@@ -149,7 +150,7 @@ def judged(cell: Cell, data: Path, runner: Runner) -> Judged:
     count = QUICK_REQUESTS if runner.quick else REQUESTS
     parts = parts_of(build(bench.base.workload))
     parts = replace(parts, final=parts.final.head(count), search=parts.search.head(count if runner.quick else total))
-    saturated = search.saturation(bench, parts, 1.0)
+    saturated = saturation(bench, parts, 1.0)
     coarse = search.search(bench, parts, objective, saturated)
     found = answer(bench, parts, objective, saturated, coarse, PLANNED_AT)
 

@@ -47,6 +47,7 @@ from vllm_ext.simulation.plan import search
 from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate, System
 from vllm_ext.simulation.plan.evidence import MEAN, P99, TTFT_P90, Objective
 from vllm_ext.simulation.plan.runs import Bench, Part, Parts, at
+from vllm_ext.simulation.plan.saturation import saturation
 from vllm_ext.simulation.spec import SimulationSpec, with_values
 
 VLLM, AGAIN, TUNED, OURS = "vLLM", "vLLM, other seeds", "vLLM tuned", "ours tuned"
@@ -115,7 +116,7 @@ def found_by_search(cell: Cell, data: Path, runner: Runner) -> Servers:
     part = Part(0, count, runner.seed + _SEARCH_SEED)
     bench = Bench(cell.base(data, part.seed), runner.store, runner.pool, lambda *_: None)
     parts = Parts(part, part, endless=True)
-    saturated = search.saturation(bench, parts, 1.0)
+    saturated = saturation(bench, parts, 1.0)
     coarse = search.search(bench, parts, Objective(with_slo=False), saturated)
     return Servers(saturated.rate_per_s, {
         VLLM: DEFAULT, AGAIN: DEFAULT, TUNED: coarse.vllm, ALISE: Candidate(system=_ALISE),

@@ -12,7 +12,7 @@ import pytest
 from vllm_ext.cli import new_policy
 from vllm_ext.cli.plan import main
 from vllm_ext.config import tuned
-from vllm_ext.simulation.plan import candidates, search
+from vllm_ext.simulation.plan import candidates, saturation, search
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import pools
 
@@ -198,7 +198,7 @@ def test_real_runs_end_in_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two seats and constant steps: no budget helps, and prompts are short, so nothing but the order can."""
-    monkeypatch.setattr(search, "_SATURATION_REQUESTS", 100)
+    monkeypatch.setattr(saturation, "_LONG_REQUESTS", 100)
     monkeypatch.setattr(search, "budgets", lambda _: [128])
     monkeypatch.setattr(search, "systems", lambda spec: candidates.systems(spec)[:2])
     path = trace(tmp_path / "mine.jsonl", requests=180)

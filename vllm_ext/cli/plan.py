@@ -24,7 +24,8 @@ from vllm_ext.simulation.plan.answer import Answer, Doubt, answer, doubt, neares
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, CHANGED, DEFAULT, VLLM, Candidate
 from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Parts, parts_of
-from vllm_ext.simulation.plan.search import Coarse, Saturation
+from vllm_ext.simulation.plan.saturation import Saturation, saturation
+from vllm_ext.simulation.plan.search import Coarse
 from vllm_ext.simulation.spec import SimulationSpec, checked, resolve, with_values
 from vllm_ext.simulation.sweep.capacity import Constraint
 from vllm_ext.simulation.sweep.pools import local_pool
@@ -75,7 +76,7 @@ def _plan(args: argparse.Namespace) -> int:
     with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
         bench = Bench(base, store, pool, tell)
         try:
-            saturated = search.saturation(bench, parts, own_rate)
+            saturated = saturation(bench, parts, own_rate)
             objective = replace(objective, own_load=float(f"{saturated.own_load:.3g}"))
             say(f"saturates at {saturated.rate_per_s:.4g} requests/s; your load is {saturated.own_load:.2f} of that")
             coarse = search.search(bench, parts, objective, saturated, args.keep)

@@ -14,7 +14,8 @@ from vllm_ext.simulation.plan.answer import Answer, answer, doubt, parts_of_choi
 from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate
 from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts, at, parts_of
-from vllm_ext.simulation.plan.search import LOADS, Coarse, carried, saturation, search
+from vllm_ext.simulation.plan.saturation import carried, saturation
+from vllm_ext.simulation.plan.search import LOADS, Coarse, search
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.capacity import Constraint
 from vllm_ext.simulation.sweep.pools import InProcessPool

@@ -10,7 +10,8 @@ from vllm_ext.simulation.plan import evidence
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, DEFAULT, LEAST_TOKENS, Candidate, unique, with_budget
 from vllm_ext.simulation.plan.evidence import Metrics, Objective, Ratio
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts, Tried
-from vllm_ext.simulation.plan.search import SLACK, Coarse, Saturation, carried, saturation
+from vllm_ext.simulation.plan.saturation import Saturation, carried, saturation
+from vllm_ext.simulation.plan.search import SLACK, Coarse
 from vllm_ext.simulation.spec import resolve, with_values
 
 SHOWN_AT = 0.9

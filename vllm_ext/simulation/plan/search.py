@@ -1,4 +1,4 @@
-"""The search: saturation first, then candidates by successive halving, then the few that are left on other requests."""
+"""The search: candidates by successive halving, up to the few that are worth a long run on other requests."""
 
 from __future__ import annotations
 
@@ -19,149 +19,20 @@ from vllm_ext.simulation.plan.candidates import (
     with_budget,
     with_fp8_kv,
 )  # fmt: skip
-from vllm_ext.simulation.plan.evidence import Metrics, Objective
-from vllm_ext.simulation.plan.runs import WINDOWS, Bench, NoAnswer, Part, Parts
-from vllm_ext.simulation.spec import resolve, with_values
-from vllm_ext.simulation.sweep.grid import RATE
-from vllm_ext.simulation.sweep.points import run_points
+from vllm_ext.simulation.plan.evidence import Objective
+from vllm_ext.simulation.plan.runs import Bench, Part, Parts
+from vllm_ext.simulation.plan.saturation import Saturation
+from vllm_ext.simulation.spec import resolve
 
 LOADS = (0.5, 0.7, 0.9, 1.0, 1.2)
 """Multiples of the rate at which the server as it is saturates."""
 _SEARCH_LOADS = (0.7, 0.9, 1.0)
 _FIRST_LOADS = (0.9, 1.0)
-_SATURATION_REQUESTS, _FIRST_REQUESTS, _SECOND_REQUESTS = 2000, 400, 1000
+_FIRST_REQUESTS, _SECOND_REQUESTS = 400, 1000
 SLACK = 0.05
 """On the short runs of the search."""
-_OVERLOADED = 1.5
-"""What it carries is measured at so many times what short runs say."""
-_FOLLOWED = 0.9
-"""A server that serves less than this share of what arrives is saturated."""
-_DOUBLINGS = 12
-_FEWEST_CLIENTS, _MORE_CLIENTS, _LEAST_TALKING_S, _TALKING_LIVES = 64, 3, 300.0, 5.0
-"""Clients that talk at first, how many times more each time, and for how long they begin conversations: all at once at
-first, so that their steps are large until they have drifted apart."""
-_NO_MORE, _REQUESTS_EACH = 1.15, 4
-"""Where so many more clients get less than the first times as much, or not the second each, the server is saturated."""
 _HALVED = 6
 """Candidates that the second, longer round of the search gets."""
-
-
-@dataclass(frozen=True)
-class Saturation:
-    """What the server as it is carries."""
-
-    rate_per_s: float
-    """In requests (conversations) per second."""
-    own_rate_per_s: float
-    clients: int = 0
-    """Of conversations: how many clients talked when that was measured."""
-
-    @property
-    def own_load(self) -> float:
-        """The trace's own load."""
-        return self.own_rate_per_s / self.rate_per_s
-
-
-def saturation(bench: Bench, parts: Parts, own_rate_per_s: float) -> Saturation:
-    """Ask for more and more until the server no longer follows, on short runs; then ask a long run what it carries.
-
-    What is lost when memory runs out is lost only after it did: a short run does not see it. Requests of a file that
-    has too few are drawn again. Of conversations not the rate grows but the number of clients that talk without end:
-    most of a conversation is thought, so that a short run of many is over before they overlap.
-
-    Raises:
-        NoAnswer: it failed.
-    """
-    if parts.life_s:
-        return _of_conversations(bench, parts, own_rate_per_s)
-    rate = own_rate_per_s
-    for _ in range(_DOUBLINGS):
-        rates = (rate, 2 * rate)
-        served = _served(bench, DEFAULT, parts.search.head(_FIRST_REQUESTS), rates, parts)
-        if over := [found for found, one in zip(served, rates, strict=True) if found < _FOLLOWED * one]:
-            return Saturation(_overloaded(bench, parts, DEFAULT, _OVERLOADED * over[0]), own_rate_per_s)
-        rate *= 4
-    raise NoAnswer(f"the server as it is follows {rate:.4g} requests/s: nothing to plan")
-
-
-def carried(bench: Bench, parts: Parts, candidate: Candidate, saturated: Saturation) -> float:
-    """Return what a candidate carries, in what the workload's rate counts.
-
-    Raises:
-        NoAnswer: it failed.
-    """
-    if parts.life_s:
-        return _talking(bench, parts, candidate, saturated.clients)
-    return _overloaded(bench, parts, candidate, 2 * saturated.rate_per_s)
-
-
-def _overloaded(bench: Bench, parts: Parts, candidate: Candidate, asked_per_s: float) -> float:
-    """Return the rate that is served when more is asked: twice as much until it no longer is what was asked."""
-    part = replace(parts.search, count=_SATURATION_REQUESTS)
-    if parts.search.count < part.count and not parts.endless:
-        bench = replace(bench, base=with_values(bench.base, {**_drawn(parts.search), RATE: asked_per_s}))
-        part = replace(part, first=0)
-    for _ in range(_DOUBLINGS):
-        (found,) = _served(bench, candidate, part, [asked_per_s], parts)
-        if found < _FOLLOWED * asked_per_s:
-            return found
-        asked_per_s *= 2
-    raise NoAnswer(f"{candidate.name} follows {asked_per_s:.4g} requests/s: nothing to plan")
-
-
-def _drawn(part: Part) -> dict[str, object]:
-    """Return what makes the requests of a part come again and again."""
-    pool = (part.first, part.first + part.count)
-    return {"workload.arrivals": "poisson", "workload.cv": 1.0, "workload.sample": "with-replacement",
-            "workload.pool": pool}  # fmt: skip
-
-
-def _of_conversations(bench: Bench, parts: Parts, own_rate_per_s: float) -> Saturation:
-    clients, before = _FEWEST_CLIENTS, 0.0
-    for _ in range(_DOUBLINGS):
-        served = _talking(bench, parts, DEFAULT, clients)
-        each = served / parts.counted(1.0) * _talking_s(parts) / clients
-        if served < _NO_MORE * before or each < _REQUESTS_EACH:
-            return Saturation(served, own_rate_per_s, clients)
-        clients, before = _MORE_CLIENTS * clients, served
-    raise NoAnswer(f"the server as it is follows {clients} clients: nothing to plan")
-
-
-def _talking_s(parts: Parts) -> float:
-    """Return for how long clients begin conversations: each has time for more than `_REQUESTS_EACH` requests."""
-    return max(_LEAST_TALKING_S, _TALKING_LIVES * parts.life_s, 2 * _REQUESTS_EACH * parts.think_s)
-
-
-def _talking(bench: Bench, parts: Parts, candidate: Candidate, clients: int) -> float:
-    """Return the rate that is served when so many clients begin another conversation whenever one has ended."""
-    talking = {
-        **({} if parts.endless else _drawn(parts.search)), "workload.arrivals": "closed-loop", "workload.cv": 1.0,
-        RATE: None, "workload.clients": clients, "workload.num_requests": None, "workload.skip_requests": 0,
-        "workload.duration_s": _talking_s(parts), "workload.seed": parts.search.seed, "record.windows": WINDOWS,
-    }  # fmt: skip
-    (outcome,) = run_points([candidate.on(with_values(bench.base, talking))], bench.store, bench.pool)
-    if outcome.metrics is None:
-        raise NoAnswer(f"{candidate.name} failed with {clients} clients: {outcome.error}")
-    return parts.counted(_middle(outcome.metrics))
-
-
-def _served(bench: Bench, candidate: Candidate, part: Part, rates_per_s: Sequence[float], parts: Parts) -> list[float]:
-    """Rates at which requests ended in the middle of runs, in what the workload's rate counts."""
-    found = []
-    for rate, outcome in zip(rates_per_s, bench.rates(candidate, part, rates_per_s), strict=True):
-        if outcome.metrics is None:
-            raise NoAnswer(f"{candidate.name} failed at {rate:.4g} requests/s: {outcome.error}")
-        served = _middle(outcome.metrics)
-        if parts.counts_sessions:
-            served *= part.count / outcome.metrics["requests"]
-        found.append(min(rate, served))
-    return found
-
-
-def _middle(metrics: Metrics) -> float:
-    if not metrics.get("middle_requests_per_s"):
-        raise NoAnswer("too few requests ended to say what the server carries; take more of the trace")
-    return metrics["middle_requests_per_s"]
 
 
 @dataclass(frozen=True)
