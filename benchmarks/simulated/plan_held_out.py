@@ -238,7 +238,7 @@ def run(runner: Runner, data: Path, names: Sequence[str]) -> Findings:
             "saturation_per_s": {name: one.saturation_per_s for name, one in found.items()},
             "recommended": {name: one.found.choice.name for name, one in found.items()},
             "rejected": {name: dict(one.found.rejected) for name, one in found.items()},
-            "columns": list(shown.columns),
+            "columns": list(shown.header),
             "rows": [list(map(_text, row)) for row in shown.rows],
             "failed": {name: {who.name: why for who, why in one.failed.items()} for name, one in found.items()},
         },
