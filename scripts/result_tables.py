@@ -231,6 +231,12 @@ def public(root: Path, name: str) -> str:
     return Table(["", "published", "simulated", "simulated over published"], rows).markdown()
 
 
+def kept(root: Path, name: str) -> str:
+    """Return the table that a result keeps as its rows."""
+    result = Result(root, name)
+    return Table(result.setting("columns"), result.setting("rows")).markdown()
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "latency": latency,
     "objectives": partial(by_system, name="engine_compare_slo.json", at="load_1.2", columns=_OBJECTIVES,
@@ -247,6 +253,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "ordering-more": partial(workloads, name="ordering_more.json"),
     "ordering-alpaca": partial(ordering, name="ordering_alpaca.json"),
     "ordering-predicted": partial(ordering, name="ordering_predicted.json"),
+    "plan-held-out": partial(kept, name="plan_held_out.json"),
     **{f"public-{name}": partial(public, name=name) for name in _PUBLIC},
 }  # fmt: skip
 """The tables by the names that pages call them by."""
