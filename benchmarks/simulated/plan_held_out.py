@@ -28,10 +28,9 @@ from typing import Any
 import simulated
 
 from vllm_ext.experiments.experiment import Experiment, Findings
-from vllm_ext.experiments.report import result, tables
 from vllm_ext.experiments.runner import Runner
 from vllm_ext.report.claim import Claim
-from vllm_ext.report.results import argument_parser, command, emit
+from vllm_ext.report.results import argument_parser, command
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.plan import search
@@ -88,10 +87,7 @@ class Cell:
             "over_context": "cut", "max_tokens": 1024, "max_model_len": self.max_model_len,
         }  # fmt: skip
         hardware = HardwareSpec(model=self.model, device=self.device, tensor_parallel=self.devices)
-        return SimulationSpec.model_validate({
-            "engine": {"system": "upstream-fcfs", "max_model_len": self.max_model_len, "profiled": True},
-            "hardware": hardware.model_dump(), "workload": workload,
-        })  # fmt: skip
+        return simulated.vllm_as_it_comes(hardware, self.max_model_len, workload)
 
 
 _LONG = 32_768
@@ -250,23 +246,15 @@ def run(runner: Runner, data: Path, names: Sequence[str]) -> Findings:
 def main(argv: Sequence[str]) -> None:
     """Simulate, print, write."""
     parser = argument_parser(__doc__, "jobs")
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of recorded workloads")
-    parser.add_argument("--cells", help=f"semicolon list of {'; '.join(CELLS)} (default: all)")
+    simulated.add_cells(parser, CELLS)
     args = parser.parse_args(argv)
-    names = [one.strip() for one in args.cells.split(";")] if args.cells else list(QUICK if args.quick else CELLS)
-    if unknown := [name for name in names if name not in CELLS]:
-        parser.error(f"--cells={unknown[0]}: must be among {'; '.join(CELLS)}")
-    for name in names:
-        if not (file := args.data / _TRACES[CELLS[name].trace]["source"]).is_file():
-            parser.error(f"--data={args.data}: has no {file.relative_to(args.data)}, which {name} needs")
+    files = {name: [_TRACES[cell.trace]["source"]] for name, cell in CELLS.items()}
+    names = simulated.chosen_cells(parser, args, files, QUICK)
     experiment = Experiment(
         id="plan-held-out", title="Does what plan recommends hold on traffic that it has not seen?",
         run=lambda runner: run(runner, args.data, names),
     )  # fmt: skip
-    with simulated.runner(args, experiment.id) as simulations:
-        findings = experiment.run(simulations)
-    made = result(experiment, findings, command=command(argv, __file__), seed=args.seed, quick=args.quick)
-    emit(made, tables(experiment, findings), args.out)
+    simulated.finish(experiment, args, command(argv, __file__))
 
 
 if __name__ == "__main__":

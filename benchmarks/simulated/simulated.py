@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 from vllm_ext.envs import cache_dir
 from vllm_ext.experiments.experiment import Experiment
@@ -14,6 +16,7 @@ from vllm_ext.experiments.report import result, tables
 from vllm_ext.experiments.runner import RunFailed, Runner
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.results import argument_parser, command, emit
+from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.pools import local_pool
 from vllm_ext.simulation.sweep.store import PointStore
@@ -45,12 +48,50 @@ def runner(args: argparse.Namespace, label: str) -> Iterator[Runner]:
 def main(experiment: Experiment, argv: Sequence[str]) -> None:
     """Simulate, print, write: what a benchmark does that has no options of its own."""
     module = sys.modules[experiment.run.__module__]
-    args = argument_parser(module.__doc__, "jobs").parse_args(argv)
+    finish(experiment, argument_parser(module.__doc__, "jobs").parse_args(argv), command(argv, module.__file__ or ""))
+
+
+def finish(experiment: Experiment, args: argparse.Namespace, said: str) -> None:
+    """Simulate, print, write.
+
+    Args:
+        experiment: What is run.
+        args: Of `argument_parser`.
+        said: The command line that repeats it.
+    """
     with runner(args, experiment.id) as simulations:
         findings = experiment.run(simulations)
-    said = command(argv, module.__file__ or "")
-    emit(
-        result(experiment, findings, command=said, seed=args.seed, quick=args.quick),
-        tables(experiment, findings),
-        args.out,
-    )
+    made = result(experiment, findings, command=said, seed=args.seed, quick=args.quick)
+    emit(made, tables(experiment, findings), args.out)
+
+
+def add_cells(parser: argparse.ArgumentParser, cells: Iterable[str]) -> None:
+    """Add the flags of a benchmark that serves recorded workloads on devices."""
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of recorded workloads")
+    parser.add_argument("--cells", help=f"semicolon list of {'; '.join(cells)} (default: all)")
+
+
+def chosen_cells(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, files: Mapping[str, Iterable[str]], quick: Iterable[str]
+) -> list[str]:
+    """Return the cells that were asked for, of which all files are there.
+
+    Args:
+        parser: Tells what is wrong, and ends the process.
+        args: What it found.
+        files: By cell, what it needs below the folder of data.
+        quick: The cells of a quick run.
+    """
+    asked = [one.strip() for one in args.cells.split(";")] if args.cells else list(quick if args.quick else files)
+    for name in asked:
+        if name not in files:
+            parser.error(f"--cells={name}: must be among {'; '.join(files)}")
+        if missing := [file for file in files[name] if not (args.data / file).is_file()]:
+            parser.error(f"--data={args.data}: has no {missing[0]}, which {name} needs")
+    return asked
+
+
+def vllm_as_it_comes(hardware: HardwareSpec, max_model_len: int, workload: Mapping[str, Any]) -> SimulationSpec:
+    """Return a run of vLLM with its own defaults for the device."""
+    engine = {"system": "upstream-fcfs", "max_model_len": max_model_len, "profiled": True}
+    return SimulationSpec.model_validate({"engine": engine, "hardware": hardware.model_dump(), "workload": workload})

@@ -36,11 +36,10 @@ from ordering_scenes import SCENES, Scene
 from vllm_ext.envs import cache_dir
 from vllm_ext.experiments.experiment import Experiment, Findings
 from vllm_ext.experiments.grid import Grid
-from vllm_ext.experiments.report import result, tables
 from vllm_ext.experiments.runner import Runner
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.intervals import interval
-from vllm_ext.report.results import argument_parser, command, emit
+from vllm_ext.report.results import argument_parser, command
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.plan import search
@@ -78,10 +77,7 @@ class Cell:
     def base(self, data: Path, seed: int) -> SimulationSpec:
         """Return the run of vLLM as it comes, at a rate that is to be set."""
         workload = {"rate_per_s": 1.0, **self.scene.requests(data), "seed": seed}
-        return SimulationSpec.model_validate({
-            "engine": {"system": "upstream-fcfs", "max_model_len": self.max_model_len, "profiled": True},
-            "hardware": self.hardware.model_dump(), "workload": workload,
-        })  # fmt: skip
+        return simulated.vllm_as_it_comes(self.hardware, self.max_model_len, workload)
 
 
 def _cells() -> dict[str, Cell]:
@@ -130,31 +126,41 @@ def spec_of(cell: Cell, data: Path, servers: Servers, name: str, load: float, co
     base = cell.base(data, seed)
     if name == ORACLE:
         base = with_values(base, {"workload.announce": "hidden"})
-    part = Part(0, count, seed + (_OTHER_SEEDS if name == AGAIN else 0))
+    seed += _OTHER_SEEDS if name == AGAIN else 0
+    return _at_load(base, servers, servers.by_name[name], load, Part(0, count, seed))
+
+
+def _at_load(base: SimulationSpec, servers: Servers, candidate: Candidate, load: float, part: Part) -> SimulationSpec:
     rate = float(f"{load * servers.rate_per_s:.6g}")
-    return with_values(at(base, servers.by_name[name], part, rate), {"record.windows": 0})
+    return with_values(at(base, candidate, part, rate), {"record.windows": 0})
 
 
 def spec_of_lengths(
     cell: Cell, files: tuple[Path, Path], servers: Servers, who: str, load: float, count: int, seed: int
 ) -> SimulationSpec:
     """Return a run of those requests of which the predictor said something beforehand."""
+    asked = {"engine.options.prediction": {"sources": ["retrieval", "history"]}}
     source, announce, options = {
         HISTORY: (files[0], "none", {}),
-        PREDICTED: (files[0], "predicted", {"engine.options.prediction": {"sources": ["retrieval", "history"]}}),
-        ANOTHERS: (files[1], "predicted", {"engine.options.prediction": {"sources": ["retrieval", "history"]}}),
+        PREDICTED: (files[0], "predicted", asked),
+        ANOTHERS: (files[1], "predicted", asked),
         TRUE: (files[0], "hidden", {}),
     }[who]
     candidate = replace(servers.by_name[OURS], system=_ORACLE if who == TRUE else _ALISE)
-    base = cell.base(files[0].parent, seed)
     changes = {"workload.source": str(source), "workload.announce": announce, **options}
-    rate = float(f"{load * servers.rate_per_s:.6g}")
-    return with_values(at(with_values(base, changes), candidate, Part(0, count, seed), rate), {"record.windows": 0})
+    base = with_values(cell.base(files[0].parent, seed), changes)
+    return _at_load(base, servers, candidate, load, Part(0, count, seed))
 
 
 def ratios(grid: Grid, scene: str, name: str, base: str, metric: str) -> list[float]:
     """Return how many times lower a server's metric is than a baseline's, seed by seed."""
     return [1 / one for one in grid.over(scene, name, base, metric)]
+
+
+def shown_ratio(grid: Grid, scene: str, name: str, base: str, metric: str) -> str:
+    """Return the geometric mean of `ratios` with its interval, as tables show it."""
+    found = interval([math.log(one) for one in ratios(grid, scene, name, base, metric)], points=False)
+    return f"{found.value:.2f} ({found.low:.2f}..{found.high:.2f})"
 
 
 def geometric(values: Sequence[float]) -> float:
@@ -211,9 +217,7 @@ def table(grid: Grid, name: str, servers: Servers, loads: Sequence[float]) -> Ta
         cells: list[object] = [server, candidate.name]
         for load in loads:
             scene = f"{name} at {load:g}"
-            for metric in _SHOWN:
-                found = interval([math.log(one) for one in ratios(grid, scene, server, VLLM, metric)], points=False)
-                cells.append(f"{found.value:.2f} ({found.low:.2f}..{found.high:.2f})")
+            cells += [shown_ratio(grid, scene, server, VLLM, metric) for metric in _SHOWN]
             on_time = [grid.mean(scene, one, "on_time_fraction") for one in (server, VLLM)]
             cells.append(100 * (on_time[0] - on_time[1]))
         rows.append(cells)
@@ -228,12 +232,8 @@ def lengths_table(grid: Grid, names: Sequence[str]) -> Table:
         for who in (PREDICTED, ANOTHERS, TRUE):
             cells: list[object] = [name, who]
             for load in LENGTHS_AT:
-                for metric in (MEAN, P99, NORMALISED):
-                    found = interval(
-                        [math.log(one) for one in ratios(grid, f"{name}, lengths, at {load:g}", who, HISTORY, metric)],
-                        points=False,
-                    )
-                    cells.append(f"{found.value:.2f} ({found.low:.2f}..{found.high:.2f})")
+                scene = f"{name}, lengths, at {load:g}"
+                cells += [shown_ratio(grid, scene, who, HISTORY, metric) for metric in (MEAN, P99, NORMALISED)]
             rows.append(cells)
     columns = [f"{_NAMES[metric]} at {load:g}" for load in LENGTHS_AT for metric in (MEAN, P99, NORMALISED)]
     return Table(["cell", "lengths by", *columns], rows, title="what lengths are worth over what has ended")
@@ -296,16 +296,11 @@ def run(runner: Runner, data: Path, names: Sequence[str], predicted: Mapping[str
 def main(argv: Sequence[str]) -> None:
     """Simulate, print, write."""
     parser = argument_parser(__doc__, "jobs")
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of recorded workloads")
     parser.add_argument("--predicted", action="store_true", help="also measure what lengths are worth on chats")
-    parser.add_argument("--cells", help=f"semicolon list of {'; '.join(CELLS)} (default: all)")
+    simulated.add_cells(parser, CELLS)
     args = parser.parse_args(argv)
-    names = [one.strip() for one in args.cells.split(";")] if args.cells else list(QUICK if args.quick else CELLS)
-    if unknown := [name for name in names if name not in CELLS]:
-        parser.error(f"--cells={unknown[0]}: must be among {'; '.join(CELLS)}")
-    for name in names:
-        if missing := CELLS[name].scene.missing(args.data):
-            parser.error(f"--data={args.data}: has no {missing[0]}, which {name} needs")
+    needed = {name: [*filter(None, (cell.scene.path, cell.scene.prompts))] for name, cell in CELLS.items()}
+    names = simulated.chosen_cells(parser, args, needed, QUICK)
     chats = [name for name in names if CELLS[name].scene.texts and not CELLS[name].modern] if args.predicted else []
     files = {
         name: make(args.data / CELLS[name].scene.path, cache_dir() / "tuning", {})
@@ -316,10 +311,7 @@ def main(argv: Sequence[str]) -> None:
         id="tuning", title="What does an order bring over the best vLLM there is?",
         run=lambda runner: run(runner, args.data, names, files),
     )  # fmt: skip
-    with simulated.runner(args, experiment.id) as simulations:
-        findings = experiment.run(simulations)
-    made = result(experiment, findings, command=command(argv, __file__), seed=args.seed, quick=args.quick)
-    emit(made, tables(experiment, findings), args.out)
+    simulated.finish(experiment, args, command(argv, __file__))
 
 
 if __name__ == "__main__":
