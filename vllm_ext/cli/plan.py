@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -358,24 +358,19 @@ def _kept(text: str) -> frozenset[str]:
     return names
 
 
-def _price(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0")
-    return value
+def _number(allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    """Return the type of a flag that is a number."""
 
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"{text}: must be a number {what}")
+        return value
 
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 100:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number of at least 0, such as 0.05")
-    return value
+    return number
 
 
 def _parser() -> Parser:
@@ -389,7 +384,8 @@ def _parser() -> Parser:
         help="loads of the final table, as multiples of saturation (default: 0.5,0.7,0.9,1,1.2)",
     )  # fmt: skip
     parser.add_argument(
-        "--tolerance", type=_tolerance, default=0.05, metavar="SHARE",
+        "--tolerance", default=0.05, metavar="SHARE",
+        type=_number(lambda value: 0 <= value < 100, "of at least 0, such as 0.05"),
         help="by how much the P99 of the end-to-end latency may get worse (default: 0.05)",
     )  # fmt: skip
     parser.add_argument(
@@ -400,7 +396,10 @@ def _parser() -> Parser:
         "--keep", default=(), type=_kept, metavar="X,Y", help=f"what must stay as it is, of {', '.join(CHANGED)}"
     )
     parser.add_argument(
-        "--price-per-hour", type=_price, metavar="P", help="of a device: tells what requests and tokens cost"
+        "--price-per-hour",
+        type=_number(lambda value: 0 < value < math.inf, "above 0"),
+        metavar="P",
+        help="of a device: tells what requests and tokens cost",
     )
     parser.add_argument(
         "--allow-fp8-kv", action="store_true",

@@ -173,6 +173,18 @@ def test_what_keeps_to_a_constraint_is_found_although_it_costs_the_mean(make: Ca
     assert (found.choice.name, found.unmet) == ("vLLM, 128 tokens", False)
 
 
+def test_seats_that_must_stay_rule_out_half_the_choices_budget(make: Callable[..., Bench]) -> None:
+    """With 1,024 seats 1,024 tokens are the least, and what is worth a try otherwise would lower the seats."""
+    bench = make(
+        lambda spec: measured(spec, lambda s: 1.4 if s.engine.max_num_batched_tokens == 1024 else 1.0),
+        hardware={"model": "llama-3.1-8b", "device": "h100"},
+    )
+    parts = parts_of(build(bench.base.workload))
+    coarse = search(bench, parts, MEAN_ONLY, saturation(bench, parts, 1.0), keep=("seats",))
+    assert coarse.choice == Candidate(tokens=1024)
+    assert min(one.tokens or 8192 for one in coarse.finalists) == 1024
+
+
 def test_conversations_are_as_many_as_overlap_at_a_load() -> None:
     spec = SimulationSpec.model_validate({"workload": {"source": "pensieve-sharegpt", "num_requests": 100}})
     parts = parts_of(build(spec.workload))

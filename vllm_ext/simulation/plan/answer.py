@@ -40,8 +40,6 @@ class Answer:
     objective: Objective
     carries_per_s: float
     """What the server that was chosen carries, as `Saturation.rate_per_s`."""
-    unmet: bool = False
-    """Whether no server that was tried keeps to the constraints: the choice is the best without them."""
 
     def over(self, candidate: Candidate, load: float, metric: str) -> Ratio:
         """Return how many times better than the server as it is."""
@@ -68,6 +66,11 @@ class Answer:
         return found
 
     @property
+    def unmet(self) -> bool:
+        """Whether no server that was tried keeps to the constraints: the choice is the best without them."""
+        return self.choice.name in self.rejected
+
+    @property
     def who_pays(self) -> list[str]:
         """What is worse under the choice, a line for each measure."""
         return evidence.who_pays(self.tried.metrics[self.choice], self.tried.metrics[DEFAULT])
@@ -87,9 +90,6 @@ def answer(
     part, loads = parts.loaded(parts.final, saturated.rate_per_s), objective.with_own(loads)
     tried = bench.tried(coarse.finalists, part, loads, saturated.rate_per_s)
     scores, rejected = tried.scored(objective, loads)
-    unmet = not scores
-    if unmet:
-        scores, _ = tried.scored(replace(objective, constraints=()), loads)
     again = bench.rates(DEFAULT, part, [load * saturated.rate_per_s * _JITTER for load in loads])
     pair = {load: outcome.metrics for load, outcome in zip(loads, again, strict=True) if outcome.metrics is not None}
     if len(pair) < len(loads):
@@ -97,7 +97,7 @@ def answer(
     judged = [load for load in loads if load <= evidence.JUDGED_UP_TO]
     while True:
         choice = evidence.best(scores)
-        found = Answer(choice, tried, pair, rejected, objective, saturated.rate_per_s, unmet)
+        found = Answer(choice, tried, pair, rejected, objective, saturated.rate_per_s)
         sure = any(found.is_difference(choice, load, objective.metric) for load in judged)
         if choice == DEFAULT or DEFAULT not in scores or sure:
             break

@@ -134,6 +134,8 @@ class Tried:
     ) -> tuple[dict[Candidate, float], dict[str, str]]:
         """Return the scores of those that were run at all loads and break no limit, and why each other is out, by name.
 
+        Where nobody keeps to the constraints, the scores are of those that break no other limit.
+
         Raises:
             NoAnswer: the server as it is failed.
         """
@@ -148,6 +150,8 @@ class Tried:
                 out[candidate.name] = broken
             else:
                 scores[candidate] = objective.score(self.metrics[candidate], base)
+        if not scores and objective.constraints:
+            scores, _ = self.scored(replace(objective, constraints=()), loads, slack)
         return scores, out
 
 

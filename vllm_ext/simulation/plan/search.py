@@ -72,14 +72,13 @@ def search(
     first = parts.loaded(parts.search, saturated.rate_per_s, _FIRST_REQUESTS)
     dropped: dict[str, str] = {}
 
+    def allowed(candidates: Sequence[Candidate]) -> list[Candidate]:
+        least = resolved.limits.max_num_seqs if "seats" in keep else 0  # which vLLM lowers to a smaller budget
+        return [one for one in candidates if one.changed.isdisjoint(keep) and (one.tokens or own) >= least]
+
     def score(candidates: Sequence[Candidate], part: Part, loads: Sequence[float]) -> dict[Candidate, float]:
-        allowed = [one for one in candidates if one.changed.isdisjoint(keep)]
-        if "seats" in keep:  # which vLLM lowers to a smaller budget
-            allowed = [one for one in allowed if (one.tokens or own) >= resolved.limits.max_num_seqs]
-        tried = bench.tried(allowed, part, loads, saturated.rate_per_s)
+        tried = bench.tried(allowed(candidates), part, loads, saturated.rate_per_s)
         scores, out = tried.scored(objective, loads, SLACK)
-        if not scores:  # nobody keeps to the constraints: the long runs will say so of the best
-            scores, _ = tried.scored(replace(objective, constraints=()), loads, SLACK)
         dropped.update(out)
         return scores
 
@@ -111,8 +110,8 @@ def search(
     runner_up = next(larger, choice)
     # And what the search says of half the budget hangs on how heavy that part of the traffic is.
     half = [one for one in nearby(choice, resolved) if (one.tokens or own) < (choice.tokens or own)]
-    finalists = unique([DEFAULT, vllm, alone, choice, runner_up, *half, *with_fp8_kv(choice, bench.base)])
-    finalists = [one for one in finalists if one.changed.isdisjoint(keep)]
+    finalists = [DEFAULT, vllm, alone, choice, runner_up, *half, *with_fp8_kv(choice, bench.base)]
+    finalists = allowed(unique(finalists))
     for candidate in scores:
         if candidate not in finalists:
             dropped[candidate.name] = _over(scores[candidate])
