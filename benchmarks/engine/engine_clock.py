@@ -1,6 +1,6 @@
 """Does `alise` pay on the real engine, when a step takes what the model of a GPU says it takes?
 
-Question: `ordering.py` simulates. Are its gains over vLLM there when vLLM's own engine core, model runner and block
+Question: `tuning.py` simulates. Are its gains over vLLM there when vLLM's own engine core, model runner and block
 tables serve the requests, with our plugin as it is installed? And does the simulator, given the same requests, say what
 the engine does?
 

@@ -10,10 +10,10 @@ same requests at the same times, seed by seed: vLLM as it comes, the same with o
 `oracle-alise`, which sees true lengths, both with the flags of ours tuned. A ratio is vLLM's value over the server's,
 above 1 is better; intervals are Student's t over the seeds' logarithms.
 
-With --predicted also: what lengths are worth. Half of a file of chats is learned by the shipped predictor, the other
-half served by `alise` with the flags of ours tuned, which knows what has ended, or what the predictor said, or what it
-said of another request, or the truth. Runs that ended are kept in the cache of vllm-ext: interrupted, the same command
-goes on.
+With --predicted also: what lengths are worth, and what it costs to let first tokens go first. Half of a file of chats
+is learned by the shipped predictor, the other half served by `alise` with the flags of ours tuned, which knows what has
+ended, or what the predictor said, or what it said of another request, or the truth; and by `alise-ttft` with 64 GiB of
+host memory. Runs that ended are kept in the cache of vllm-ext: interrupted, the same command goes on.
 
     python benchmarks/simulated/tuning.py --data DIR --quick
     python benchmarks/simulated/tuning.py --data DIR --jobs 2 --predicted --out benchmarks/results/tuning.json
@@ -27,11 +27,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import simulated
-from ordering_predicted import make
-from ordering_scenes import SCENES, Scene
+from predicted_lengths import make
+from tuning_cells import CELLS, Cell
 
 from vllm_ext.envs import cache_dir
 from vllm_ext.experiments.experiment import Experiment, Findings
@@ -41,7 +40,6 @@ from vllm_ext.report.claim import Claim
 from vllm_ext.report.intervals import interval
 from vllm_ext.report.results import argument_parser, command
 from vllm_ext.report.table import Table
-from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.plan import search
 from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate, System
 from vllm_ext.simulation.plan.evidence import MEAN, P99, TTFT_P90, Objective
@@ -53,49 +51,16 @@ VLLM, AGAIN, TUNED, OURS = "vLLM", "vLLM, other seeds", "vLLM tuned", "ours tune
 ALISE, ALISE_TUNED = "alise", "alise, flags of vLLM tuned"
 TAIL, ORACLE = "alise for the tail, flags of ours tuned", "oracle-alise, flags of ours tuned"
 HISTORY, PREDICTED, ANOTHERS = "what has ended", "the predictor", "the predictor, of another request"
-TRUE = "true lengths"
+TRUE, FIRST_TOKENS = "true lengths", "what has ended, alise-ttft"
 LOADS, QUICK_LOADS = (0.8, 0.9, 1.0), (0.9,)
 LENGTHS_AT = (1.0, 1.2)
 SEEDS, REQUESTS, QUICK_REQUESTS = 5, 1200, 300
 QUICK = ("sharegpt, opt-13b, a100-40",)
 _SEARCH_SEED, _OTHER_SEEDS = 5000, 1000
-_CHAT: Mapping[str, Any] = {"max_tokens": 1024}
 _ALISE = System(name="alise", system="alise", flags=("--scheduler-cls", "alise"))
 _TAIL = System(name="alise, for the tail", system="alise", options={"options.ordering.gamma": 1.0})
 _ORACLE = System(name="oracle-alise", system="oracle-alise", options={"options.allow_oracle": True})
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A workload on a device, with vLLM's own defaults for it."""
-
-    scene: Scene
-    hardware: HardwareSpec
-    max_model_len: int
-    modern: bool = False
-
-    def base(self, data: Path, seed: int) -> SimulationSpec:
-        """Return the run of vLLM as it comes, at a rate that is to be set."""
-        workload = {"rate_per_s": 1.0, **self.scene.requests(data), "seed": seed}
-        return simulated.vllm_as_it_comes(self.hardware, self.max_model_len, workload)
-
-
-def _cells() -> dict[str, Cell]:
-    paper = {name: SCENES[name] for name in ("sharegpt", "wildchat", "lmsys", "alpaca", "azure-conv")}
-    found = {
-        f"{name}, {scene.hardware.model}, {scene.hardware.device}": Cell(
-            scene, scene.hardware, scene.engine["max_model_len"]
-        )
-        for name, scene in paper.items()
-    }
-    for model, devices in (("llama-3.1-8b", 1), ("llama-3.1-70b", 4)):
-        for name in ("sharegpt", "azure-conv"):
-            hardware = HardwareSpec(model=model, device="h100", tensor_parallel=devices)
-            found[f"{name}, {model}, {devices} x h100"] = Cell(paper[name], hardware, 8192, modern=True)
-    return found
-
-
-CELLS = _cells()
+_TTFT = System(name="alise-ttft", system="alise-ttft", options={"options.kv_tier": {"gib": 64.0}})
 
 
 @dataclass(frozen=True)
@@ -140,13 +105,14 @@ def spec_of_lengths(
 ) -> SimulationSpec:
     """Return a run of those requests of which the predictor said something beforehand."""
     asked = {"engine.options.prediction": {"sources": ["retrieval", "history"]}}
-    source, announce, options = {
-        HISTORY: (files[0], "none", {}),
-        PREDICTED: (files[0], "predicted", asked),
-        ANOTHERS: (files[1], "predicted", asked),
-        TRUE: (files[0], "hidden", {}),
+    system, source, announce, options = {
+        HISTORY: (_ALISE, files[0], "none", {}),
+        PREDICTED: (_ALISE, files[0], "predicted", asked),
+        ANOTHERS: (_ALISE, files[1], "predicted", asked),
+        TRUE: (_ORACLE, files[0], "hidden", {}),
+        FIRST_TOKENS: (_TTFT, files[0], "none", {}),
     }[who]
-    candidate = replace(servers.by_name[OURS], system=_ORACLE if who == TRUE else _ALISE)
+    candidate = replace(servers.by_name[OURS], system=system)
     changes = {"workload.source": str(source), "workload.announce": announce, **options}
     base = with_values(cell.base(files[0].parent, seed), changes)
     return _at_load(base, servers, candidate, load, Part(0, count, seed))
@@ -168,12 +134,13 @@ def geometric(values: Sequence[float]) -> float:
     return math.exp(fmean(map(math.log, values)))
 
 
+_WHERE = {False: "papers' models on A100", True: "8B and 70B on H100"}
 _OVER_VLLM: Sequence[tuple[bool, float, str, float]] = (
     (False, 0.8, MEAN, 1.07), (False, 0.9, MEAN, 1.14), (False, 1.0, MEAN, 1.6),
     (True, 0.8, MEAN, 1.10), (True, 0.9, MEAN, 1.15), (True, 0.8, P99, 1.0), (True, 0.9, P99, 1.0),
 )  # fmt: skip
 """Of the five cells of papers or of the four modern ones: load, metric, and the least geometric mean."""
-_SHOWN = (MEAN, P99, TTFT_P90)
+SHOWN = (MEAN, P99, TTFT_P90)
 NORMALISED = "normalised_latency_mean_ms_per_token"
 _NAMES = {MEAN: "mean e2e", P99: "P99 e2e", TTFT_P90: "P90 TTFT", NORMALISED: "mean normalised"}
 
@@ -190,8 +157,7 @@ def claims(grid: Grid, names: Sequence[str], loads: Sequence[float]) -> Iterator
 
     for modern, load, metric, goal in _OVER_VLLM:
         if load in loads and (found := means(VLLM, modern, load, metric)):
-            where = "8B and 70B on H100" if modern else "papers' models on A100"
-            yield Claim(name=f"{OURS} over {VLLM} at {load:g}, {where}: {_NAMES[metric]}, geometric mean",
+            yield Claim(name=f"{OURS} over {VLLM} at {load:g}, {_WHERE[modern]}: {_NAMES[metric]}, geometric mean",
                         value=round(geometric([*found.values()]), 4), goal=goal)  # fmt: skip
     for load in loads:
         for metric in (MEAN, P99):
@@ -210,33 +176,49 @@ def claims(grid: Grid, names: Sequence[str], loads: Sequence[float]) -> Iterator
                         value=round(geometric([*found.values()]), 4), goal=goal)  # fmt: skip
 
 
-def table(grid: Grid, name: str, servers: Servers, loads: Sequence[float]) -> Table:
-    """Return a cell's rows: over vLLM as it comes, with intervals."""
-    rows = []
-    for server, candidate in servers.by_name.items():
-        cells: list[object] = [server, candidate.name]
-        for load in loads:
-            scene = f"{name} at {load:g}"
-            cells += [shown_ratio(grid, scene, server, VLLM, metric) for metric in _SHOWN]
-            on_time = [grid.mean(scene, one, "on_time_fraction") for one in (server, VLLM)]
-            cells.append(100 * (on_time[0] - on_time[1]))
-        rows.append(cells)
-    columns = [f"{label} at {load:g}" for load in loads for label in (*map(_NAMES.get, _SHOWN), "on time, points")]
-    return Table(["server", "what it is", *columns], rows, title=f"{name}; 1 is {servers.rate_per_s:.4g} requests/s")
+def tables(grid: Grid, names: Sequence[str], servers: Mapping[str, Servers], loads: Sequence[float]) -> Iterator[Table]:
+    """Yield a table of the papers' cells and one of the others: each server over vLLM as it comes, cell by cell."""
+    for modern, where in _WHERE.items():
+        of = [name for name in names if CELLS[name].modern == modern]
+        rows: list[list[str]] = []
+        for name in of:
+            cell = f"{name}; 1 is {servers[name].rate_per_s:.4g}/s"
+            for server, candidate in list(servers[name].by_name.items())[1:]:
+                shown = [_shown(grid, f"{name} at {load:g}", server) for load in loads]
+                rows.append([cell, server, candidate.name, *shown])
+        for server in [*servers[of[0]].by_name][1:] if len(of) > 1 else []:
+            means = [
+                " / ".join(
+                    f"{geometric([geometric(ratios(grid, f'{n} at {load:g}', server, VLLM, m)) for n in of]):.2f}"
+                    for m in SHOWN
+                )
+                for load in loads
+            ]
+            rows.append(["geometric mean", server, "", *means])
+        if rows:
+            header = ["cell", "server", "what it is", *(f"at {load:g}" for load in loads)]
+            yield Table(header, rows, title=where)
+
+
+def _shown(grid: Grid, scene: str, server: str) -> str:
+    mean, *others = (shown_ratio(grid, scene, server, VLLM, metric) for metric in SHOWN)
+    on_time = [grid.mean(scene, one, "on_time_fraction") for one in (server, VLLM)]
+    return " / ".join([mean, *(one.split()[0] for one in others), f"{100 * (on_time[0] - on_time[1]):+.0f}"])
+
+
+_OF_LENGTHS = (MEAN, P99, NORMALISED, TTFT_P90)
 
 
 def lengths_table(grid: Grid, names: Sequence[str]) -> Table:
-    """Return what lengths are worth: a row for each way to know them, over what has ended."""
+    """Return what lengths are worth, and first tokens: rows over `alise`, which knows what has ended."""
     rows = []
     for name in names:
-        for who in (PREDICTED, ANOTHERS, TRUE):
-            cells: list[object] = [name, who]
-            for load in LENGTHS_AT:
-                scene = f"{name}, lengths, at {load:g}"
-                cells += [shown_ratio(grid, scene, who, HISTORY, metric) for metric in (MEAN, P99, NORMALISED)]
-            rows.append(cells)
-    columns = [f"{_NAMES[metric]} at {load:g}" for load in LENGTHS_AT for metric in (MEAN, P99, NORMALISED)]
-    return Table(["cell", "lengths by", *columns], rows, title="what lengths are worth over what has ended")
+        for who in (PREDICTED, ANOTHERS, TRUE, FIRST_TOKENS):
+            scenes = [f"{name}, lengths, at {load:g}" for load in LENGTHS_AT]
+            shown = (shown_ratio(grid, scene, who, HISTORY, metric) for scene in scenes for metric in _OF_LENGTHS)
+            rows.append([name, who, *shown])
+    columns = [f"{_NAMES[metric]} at {load:g}" for load in LENGTHS_AT for metric in _OF_LENGTHS]
+    return Table(["cell", "lengths by", *columns], rows, title="lengths")
 
 
 def run(runner: Runner, data: Path, names: Sequence[str], predicted: Mapping[str, tuple[Path, Path]]) -> Findings:
@@ -269,23 +251,22 @@ def run(runner: Runner, data: Path, names: Sequence[str], predicted: Mapping[str
         )
         for name in predicted
         for load in LENGTHS_AT
-        for who in (HISTORY, PREDICTED, ANOTHERS, TRUE)
+        for who in (HISTORY, PREDICTED, ANOTHERS, TRUE, FIRST_TOKENS)
     }
     grid = runner.grid(specs, seeds)
     kept = [MEAN, P99, TTFT_P90, NORMALISED, "on_time_fraction", "tbt_max_ms", "preemptions"]
     flat = grid.means({scene: kept for scene, _ in grid.cells})
+    shown = [*tables(grid, names, servers, loads)]
+    shown += [lengths_table(grid, [*predicted])] if predicted else []
     return Findings(
-        tables=[
-            *(table(grid, name, servers[name], loads) for name in names),
-            *([lengths_table(grid, [*predicted])] if predicted else []),
-        ],
+        tables=shown,
         claims=[*claims(grid, names, loads)],
         metrics=flat[OURS],
         baselines={name: values for name, values in flat.items() if name != OURS},
         config={
             "seeds": seeds, "requests": count,
             "saturation_per_s": {name: found.rate_per_s for name, found in servers.items()},
-            "servers": {name: {one: c.name for one, c in found.by_name.items()} for name, found in servers.items()},
+            "tables": {one.title: [one.header, *one.rows] for one in shown},
         },
         workload=[
             CELLS[name].base(data, seeds[0]).workload.model_copy(update={"num_requests": count}) for name in names
@@ -299,14 +280,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--predicted", action="store_true", help="also measure what lengths are worth on chats")
     simulated.add_cells(parser, CELLS)
     args = parser.parse_args(argv)
-    needed = {name: [*filter(None, (cell.scene.path, cell.scene.prompts))] for name, cell in CELLS.items()}
-    names = simulated.chosen_cells(parser, args, needed, QUICK)
-    chats = [name for name in names if CELLS[name].scene.texts and not CELLS[name].modern] if args.predicted else []
-    files = {
-        name: make(args.data / CELLS[name].scene.path, cache_dir() / "tuning", {})
-        for name in chats
-        if "alpaca" not in name
-    }
+    names = simulated.chosen_cells(parser, args, {name: cell.files for name, cell in CELLS.items()}, QUICK)
+    chats = [name for name in names if CELLS[name].texts] if args.predicted else []
+    files = {name: make(args.data / CELLS[name].lengths.path, cache_dir() / "tuning") for name in chats}
     experiment = Experiment(
         id="tuning", title="What does an order bring over the best vLLM there is?",
         run=lambda runner: run(runner, args.data, names, files),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
+import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,10 +57,28 @@ def test_goals_are_of_the_papers_cells_and_of_the_modern_ones_apart(tuning: Modu
 
 
 def test_a_row_says_how_many_times_better_with_the_seeds_interval(tuning: ModuleType) -> None:
-    table = tuning.table(grid(tuning, {PAPER: 50.0, MODERN: 80.0}), PAPER, servers(tuning), (0.9,))
-    rows = {row[0]: row for row in table.rows}
-    assert rows[tuning.OURS][2] == "2.00 (2.00..2.00)"
-    assert rows[tuning.VLLM][2].startswith("1.00")
+    made = grid(tuning, {PAPER: 50.0, MODERN: 80.0})
+    papers, modern = tuning.tables(made, [PAPER, MODERN], dict.fromkeys((PAPER, MODERN), servers(tuning)), (0.9,))
+    assert (papers.title, modern.title) == ("papers' models on A100", "8B and 70B on H100")
+    rows = {row[1]: row for row in papers.rows}
+    assert rows[tuning.OURS] == [
+        f"{PAPER}; 1 is 4/s",
+        tuning.OURS,
+        "vLLM, 256 tokens",
+        "2.00 (2.00..2.00) / 2.00 / 2.00 / +0",
+    ]
+    assert {row[1]: row[3].split()[0] for row in modern.rows}[tuning.OURS] == "1.25"
+    assert tuning.VLLM not in rows, "all are over it"
+
+
+def test_the_last_rows_are_geometric_means_over_the_cells(tuning: ModuleType) -> None:
+    other = PAPER.replace("sharegpt", "wildchat")
+    made = Grid({(at.replace(MODERN, other), server): runs
+                 for (at, server), runs in grid(tuning, {PAPER: 50.0, MODERN: 200.0}).cells.items()})  # fmt: skip
+    (found,) = tuning.tables(made, [PAPER, other], dict.fromkeys((PAPER, other), servers(tuning)), (0.9,))
+    means = {row[1]: row[3] for row in found.rows if row[0] == "geometric mean"}
+    assert means[tuning.OURS] == "1.00 / 1.00 / 1.00", "2 and a half"
+    assert means[tuning.TUNED] == "1.25 / 1.25 / 1.25"
 
 
 @pytest.mark.parametrize("name", [PAPER, MODERN])
@@ -76,12 +97,38 @@ def test_lengths_reach_the_scheduler_as_said(tuning: ModuleType, tmp_path: Path)
     found = servers(tuning)
     made = {
         who: tuning.spec_of_lengths(tuning.CELLS[PAPER], files, found, who, 1.0, 100, 7)
-        for who in (tuning.HISTORY, tuning.PREDICTED, tuning.ANOTHERS, tuning.TRUE)
+        for who in (tuning.HISTORY, tuning.PREDICTED, tuning.ANOTHERS, tuning.TRUE, tuning.FIRST_TOKENS)
     }
     assert {who: spec.workload.announce for who, spec in made.items()} == {
         tuning.HISTORY: "none", tuning.PREDICTED: "predicted", tuning.ANOTHERS: "predicted", tuning.TRUE: "hidden",
+        tuning.FIRST_TOKENS: "none",
     }  # fmt: skip
     assert made[tuning.ANOTHERS].workload.source == str(files[1])
     assert made[tuning.TRUE].engine.system == "oracle-alise"
+    assert made[tuning.FIRST_TOKENS].engine.options["kv_tier"] == {"gib": 64.0}
     assert {spec.workload.rate_per_s for spec in made.values()} == {4.0}
     assert {spec.engine.max_num_batched_tokens for spec in made.values()} == {256}
+
+
+def test_made_up_conversations_are_served_and_the_result_has_what_pages_show(
+    tuning: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By servers that need no search, on a few requests."""
+    monkeypatch.setenv("VLLM_EXT_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / tuning.CELLS[PAPER].files[0]
+    file.parent.mkdir()
+    turns = [[{"from": "human", "value": "why " * (5 + 7 * i)}, {"from": "gpt", "value": "so " * 40}] for i in range(9)]
+    with gzip.open(file, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps({"conversations": one}) + "\n" for one in turns)
+    alise = replace(DEFAULT, system=tuning._ALISE)
+    found = servers(tuning).by_name | {tuning.OURS: alise, tuning.ORACLE: replace(DEFAULT, system=tuning._ORACLE)}
+    monkeypatch.setattr(tuning, "found_by_search", lambda *_: tuning.Servers(4.0, found))
+    monkeypatch.setattr(tuning, "QUICK_REQUESTS", 20)
+    kept = tmp_path / "tuning.json"
+    tuning.main(["--data", str(tmp_path), "--quick", "--jobs", "1", "--out", str(kept)])
+    result = json.loads(kept.read_text())
+    header, *rows = result["config"]["tables"]["papers' models on A100"]
+    assert header == ["cell", "server", "what it is", "at 0.9"]
+    assert [row[1] for row in rows] == [*found][1:]
+    assert result["metrics"][f"{PAPER} at 0.9.{tuning.MEAN}"] > 0
+    assert set(result["baselines"]) == {*found} - {tuning.OURS}

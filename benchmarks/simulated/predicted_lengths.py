@@ -1,9 +1,9 @@
-"""Files of requests with what the shipped predictor said of them beforehand. A part of ordering.py, which makes them.
+"""Files of requests with what the shipped predictor said of them beforehand. A part of tuning.py.
 
 Half of a file's conversations, drawn at random, are learned; of the others' first turns the lengths are predicted. The
 second file has the predictions of the first one shuffled: each is another request's.
 
-    python benchmarks/simulated/ordering_predicted.py multi_turn/sharegpt.jsonl.gz --data DIR --out FOLDER
+    python benchmarks/simulated/predicted_lengths.py multi_turn/sharegpt.jsonl.gz --data DIR --out FOLDER
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,12 @@ MOST = 12_000
 _AT_ONCE = 64
 
 
-def make(path: Path, folder: Path, where: Mapping[str, Sequence[str]], seed: int = 0) -> tuple[Path, Path]:
+def make(path: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
     """Write both files, unless they are there; returns their paths.
 
     Args:
         path: Prompts with their answers.
         folder: Where the files go.
-        where: Filters of rows, as of `datasets.load`.
         seed: Of the halves and of the shuffle.
     """
     stem = path.name.split(".")[0]
@@ -47,8 +46,7 @@ def make(path: Path, folder: Path, where: Mapping[str, Sequence[str]], seed: int
         encoder = Encoder(max_tokens=128)
         rows = read(
             path, encoder.count_tokens, counter="word pieces", model="m", text=PromptText(max_tokens=128),
-            where={name: frozenset(values) for name, values in where.items()} or None, max_rows=MOST, turns=False,
-            seed=seed,
+            where=None, max_rows=MOST, turns=False, seed=seed,
         )  # fmt: skip
         distributions, asked = _predicted(rows, encoder, seed)
         lengths = [(prompt, tokens) for prompt, tokens in asked]
@@ -61,7 +59,7 @@ def make(path: Path, folder: Path, where: Mapping[str, Sequence[str]], seed: int
 def _predicted(rows: Rows, encoder: Encoder, seed: int) -> tuple[list[LengthDistribution], list[tuple[int, int]]]:
     learned, tested = evaluate.split(rows.finished, 0.5, seed)
     distributions: list[LengthDistribution] = []
-    with tempfile.TemporaryDirectory(prefix="ordering-") as place:
+    with tempfile.TemporaryDirectory(prefix="tuning-") as place:
         predictor = LearnedPredictor(PredictorConfig(batch_size=512, seed=seed), Path(place), encoder)
         evaluate.learn(predictor, learned)
         predictor.fit()
@@ -89,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     args = parser.parse_args(argv)
-    for path in make(args.data / args.source, args.out, {}):
+    for path in make(args.data / args.source, args.out):
         print(path)
 
 
