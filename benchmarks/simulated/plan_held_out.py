@@ -36,6 +36,7 @@ from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.plan import search
 from vllm_ext.simulation.plan.answer import Answer, answer
 from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate, budgets, systems, unique, with_budget
+from vllm_ext.simulation.plan.estimate import estimate
 from vllm_ext.simulation.plan.evidence import MEAN, P99, TTFT_P90, Metrics, Objective, times_better
 from vllm_ext.simulation.plan.runs import Bench, Part, parts_of
 from vllm_ext.simulation.plan.saturation import saturation
@@ -116,6 +117,8 @@ class Judged:
 
     found: Answer
     saturation_per_s: float
+    estimated_per_s: float
+    """Of that, by the lengths of the requests alone."""
     held: Mapping[Candidate, Mapping[float, Metrics]]
     failed: Mapping[Candidate, str] = field(default_factory=dict)
 
@@ -164,7 +167,9 @@ def judged(cell: Cell, data: Path, runner: Runner) -> Judged:
     for each in tried:
         for candidate, by_load in each.metrics.items():
             runs.setdefault(candidate, {}).update(by_load)
-    return Judged(found, saturated.rate_per_s, runs, {**tried[0].failed, **tried[1].failed})
+    searched = with_values(base, {"workload.num_requests": parts.search.count})
+    estimated = estimate(searched, build(searched.workload)).rate_per_s
+    return Judged(found, saturated.rate_per_s, estimated, runs, {**tried[0].failed, **tried[1].failed})
 
 
 def claims(found: Mapping[str, Judged]) -> Iterator[Claim]:
@@ -233,6 +238,7 @@ def run(runner: Runner, data: Path, names: Sequence[str]) -> Findings:
         baselines={DEFAULT.name: baseline},
         config={
             "saturation_per_s": {name: one.saturation_per_s for name, one in found.items()},
+            "estimated_over_measured": {n: one.estimated_per_s / one.saturation_per_s for n, one in found.items()},
             "recommended": {name: one.found.choice.name for name, one in found.items()},
             "rejected": {name: dict(one.found.rejected) for name, one in found.items()},
             "columns": list(shown.header),

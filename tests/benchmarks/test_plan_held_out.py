@@ -34,7 +34,7 @@ def judged(held_out: ModuleType, mean: float = 80.0) -> object:
         CHOSEN: {0.5: run(99.0, 310.0, 2000.0), 0.7: run(90.0, 290.0, 2000.0), 0.9: run(mean, 250.0, 2000.0)},
         SMALLER: {0.9: run(50.0, 200.0, 9000.0)},
     }
-    return held_out.Judged(found, 4.0, runs)
+    return held_out.Judged(found, 4.0, 4.4, runs)
 
 
 def test_the_best_is_that_of_all_and_that_of_those_that_keep_to_the_limits(held_out: ModuleType) -> None:

@@ -22,6 +22,7 @@ from vllm_ext.report.table import Table
 from vllm_ext.simulation.plan import evidence, search
 from vllm_ext.simulation.plan.answer import Answer, Doubt, answer, doubt, nearest, parts_of_choice
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, CHANGED, DEFAULT, VLLM, Candidate
+from vllm_ext.simulation.plan.estimate import estimate
 from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Parts, parts_of
 from vllm_ext.simulation.plan.saturation import Saturation, saturation
@@ -61,7 +62,7 @@ def _plan(args: argparse.Namespace) -> int:
     resolved = resolve(base)
     served = ", ".join(f"{name} {value}" for name, value in resolved.limits._asdict().items())
     print(f"{base.workload.source}: {own_rate:.4g} requests/s; {served}, {resolved.num_blocks} KV blocks",
-          *workload.source.notes, sep="\n", file=sys.stderr, flush=True)  # fmt: skip
+          *workload.source.notes, *_estimated(base, workload), sep="\n", file=sys.stderr, flush=True)  # fmt: skip
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -85,6 +86,7 @@ def _plan(args: argparse.Namespace) -> int:
             found = answer(bench, parts, objective, saturated, coarse, loads)
             unsure = None
             if base.cost.kind == "roofline" and found.choice != DEFAULT:
+                say("searching the token budget again with the cost model's constants 30 % off")
                 unsure = doubt(bench, parts, objective, found.choice, own_rate)
         except NoAnswer as error:
             raise Failed(str(error)) from error
@@ -124,6 +126,16 @@ def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
             "at different times, or --rate with --arrivals poisson"
         )
     return spec, mean_rate(times)
+
+
+def _estimated(base: SimulationSpec, workload: GeneratedWorkload) -> Iterator[str]:
+    """What is known before anything is run; nothing of conversations, whose turns find the KV of those before."""
+    if not base.workload.conversations:
+        found = estimate(base, workload)
+        yield (
+            f"in the mean {found.prompt_tokens:.4g} prompt and {found.output_tokens:.4g} output tokens: by these alone "
+            f"the server carries some {found.rate_per_s:.3g} requests/s as it is; measuring what it does carry"
+        )
 
 
 def _loads(text: str) -> tuple[float, ...]:
