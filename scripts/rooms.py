@@ -26,6 +26,7 @@ _BEGIN, _END = "<!-- rooms: begin -->\n", "<!-- rooms: end -->"
 
 LAYERS = """
     cli
+    compare
     experiments demo
     cluster cellular
     plugin

@@ -95,7 +95,7 @@ SERVER_LINES = 30_830
 def test_a_server_loads_little_and_nothing_of_the_tools() -> None:
     served = rooms.served()
     assert {"scheduling.scheduler", "kv.connector.tiered", "prediction.learned"} <= served
-    tools = {"cli", "demo", "cluster", "cellular", "report", "tiny_model"}
+    tools = {"cli", "compare", "demo", "cluster", "cellular", "report", "tiny_model"}
     assert {name for name in served if rooms.room_of(name) in tools} == set()
     assert sum(rooms.modules()[name].read_bytes().count(b"\n") for name in served) <= SERVER_LINES
 

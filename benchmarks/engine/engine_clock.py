@@ -23,29 +23,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from engine_process import run
 
+from vllm_ext.compare.clocked import ClockedEngine
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.intervals import interval
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
-from vllm_ext.simulation.cost.step_shape import StepShape
-from vllm_ext.simulation.engine.events import VirtualClock
-from vllm_ext.simulation.measure.run_data import Decision
-from vllm_ext.simulation.recorded.forced_length import extra_args
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.simulation.workloads.requests import SimRequest
@@ -129,82 +124,25 @@ def requests_of(count: int, seeds: Sequence[int], rate: float) -> Requests:
     return Requests(found)
 
 
-def shape_of(step: Any) -> StepShape:
-    """Return what a step of vLLM's scheduler computes."""
-    did = Decision.of(step)
-    return StepShape.of_rows((n, held) for (_, n), held in zip(did.scheduled, did.num_computed_tokens, strict=True))
+def flags(row: Row) -> list[str]:
+    """Return what `vllm serve` would be told."""
+    given: dict[str, object] = {
+        "--model": build_model(Style.LLAMA), "--dtype": "float32", "--max-model-len": MAX_LEN,
+        "--max-num-seqs": SEATS, "--max-num-batched-tokens": row.budget, "--block-size": BLOCK,
+        "--num-gpu-blocks-override": NUM_BLOCKS, "--kv-cache-memory-bytes": 2**29, "--watermark": row.watermark,
+        **({"--scheduler-cls": row.system} if row.system else {}),
+    }  # fmt: skip
+    return ["--enforce-eager", *(str(word) for pair in given.items() for word in pair)]
 
 
-class Engine:
-    """A real engine in this process, whose time is that of its steps on the hardware."""
-
-    def __init__(self, row: Row) -> None:
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_EXT_BENCH_FORCED_LENGTH": "1"}
-        from vllm import LLM
-
-        llm = LLM(
-            model=str(build_model(Style.LLAMA)),
-            dtype="float32",
-            enforce_eager=True,
-            async_scheduling=False,
-            max_model_len=MAX_LEN,
-            max_num_seqs=SEATS,
-            max_num_batched_tokens=row.budget,
-            block_size=BLOCK,
-            num_gpu_blocks_override=NUM_BLOCKS,
-            kv_cache_memory_bytes=2**29,
-            watermark=row.watermark,
-            **({"scheduler_cls": row.system} if row.system else {}),
-        )
-        self._engine = llm.llm_engine
-        scheduler = self._engine.engine_core.engine_core.scheduler
-        self.clock = VirtualClock()
-        if hasattr(scheduler, "clock"):
-            self.clock = VirtualClock(scheduler.clock())  # which it may have seen
-            scheduler.clock = self.clock
-        cost, finish = build(HARDWARE.resolve(), CostSpec()), scheduler.update_from_output
-
-        def timed(step: Any, output: Any) -> Any:
-            if step.num_scheduled_tokens:
-                shape = shape_of(step)
-                self.clock.advance(cost.device_s(shape) + cost.host_s(shape))
-            return finish(step, output)
-
-        scheduler.update_from_output = timed
-
-    def serve(self, requests: Iterable[SimRequest]) -> dict[str, Times]:
-        """Serve requests to their end; return arrival, first token and end of each, in seconds, and its tokens."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        engine, start = self._engine, self.clock()
-        numbers = np.random.default_rng(0)
-        waiting = sorted(requests, key=lambda one: one.arrival_s)[::-1]
-        found: dict[str, Times] = {}
-        while waiting or engine.has_unfinished_requests():
-            if not engine.has_unfinished_requests():
-                self.clock.advance_to(max(self.clock(), start + waiting[-1].arrival_s))
-            while waiting and start + waiting[-1].arrival_s <= self.clock():
-                one = waiting.pop()
-                sampling = SamplingParams(
-                    temperature=0.0,
-                    max_tokens=one.max_tokens,
-                    ignore_eos=True,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.DELTA,
-                    extra_args=extra_args(min(one.output_tokens, one.max_tokens)),
-                )
-                prompt = {"prompt_token_ids": numbers.integers(10, 250, one.prompt_tokens).tolist()}
-                engine.add_request(one.req_id, prompt, sampling)
-                found[one.req_id] = {"arrival": one.arrival_s, "tokens": 0}
-            for output in engine.step():
-                times, now = found[output.request_id], self.clock() - start
-                if count := len(output.outputs[0].token_ids):
-                    times.setdefault("first", now)
-                    times["tokens"] += count
-                if output.finished:
-                    times["end"] = now
-        return found
+def on_engine(row: Row, requests: Sequence[SimRequest]) -> dict[str, Times]:
+    """Return arrival, first token and end of each request on the real engine, in seconds, and its tokens."""
+    found = ClockedEngine(flags(row), HARDWARE, CostSpec()).serve(requests)
+    rows = zip(requests, found["ttfts"], found["latencies"], found["output_lens"], strict=True)
+    return {
+        one.req_id: {"arrival": one.arrival_s, "first": one.arrival_s + ttft, "end": one.arrival_s + e2e, "tokens": n}
+        for one, ttft, e2e, n in rows
+    }
 
 
 def simulated(row: Row, requests: Requests) -> dict[str, Times]:
@@ -231,7 +169,7 @@ def cell(argv: Sequence[str]) -> None:
     out, name, count, rate, *seeds = argv
     row = ROWS[name]
     requests = requests_of(int(count), [int(seed) + row.other_seeds for seed in seeds], float(rate))
-    found = {"engine": Engine(row).serve(requests.requests), "simulator": simulated(row, requests)}
+    found = {"engine": on_engine(row, requests.requests), "simulator": simulated(row, requests)}
     Path(out).write_text(json.dumps(found), encoding="utf-8")
 
 

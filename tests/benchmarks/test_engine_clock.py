@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,21 +19,6 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     return importlib.import_module("engine_clock")
-
-
-def test_a_step_has_the_shape_that_the_cost_model_asks_for(benchmark: ModuleType) -> None:
-    step = SimpleNamespace(
-        num_scheduled_tokens={"decode": 1, "prompt": 10, "chunk": 4},
-        scheduled_new_reqs=[SimpleNamespace(req_id="prompt", num_computed_tokens=0)],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=["decode", "chunk"], num_computed_tokens=[99, 20], resumed_req_ids=()
-        ),
-        preempted_req_ids=None,
-    )
-    shape = benchmark.shape_of(step)
-    assert (shape.num_requests, shape.num_tokens, shape.num_decodes) == (3, 15, 1)
-    assert (shape.decode_context_tokens, shape.prefill_context_tokens) == (100, 34)
-    assert shape.prefill_pairs == 55 + sum(20 + i for i in range(1, 5))
 
 
 def test_measures_are_of_what_clients_see(benchmark: ModuleType) -> None:

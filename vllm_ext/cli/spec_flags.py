@@ -86,7 +86,7 @@ def add_arguments(parser: Parser, *, systems: bool = True) -> None:
         help="a policy of your own, which takes its axis of every system but vLLM alone; repeatable",
     )  # fmt: skip
     general.add_argument(
-        "--slo", dest=f"{SPEC}workload.tiers", type=_slo, metavar="ttft=S,tbt=S,e2e=S",
+        "--slo", dest=f"{SPEC}workload.tiers", type=slo, metavar="ttft=S,tbt=S,e2e=S",
         help="objectives of every request in seconds: first token, every gap between tokens, last token",
     )  # fmt: skip
     add_flags(parser, SimulationSpec, SPEC)
@@ -176,7 +176,7 @@ def command_line(words: Sequence[str]) -> str:
     return shlex.join(map(without_folder, words))
 
 
-def _slo(text: str) -> list[dict[str, Any]]:
+def slo(text: str) -> list[dict[str, Any]]:
     """The objectives of ``--slo`` as one class of service that all requests belong to."""
     tier: dict[str, Any] = {"name": "all"}
     for part in text.split(","):

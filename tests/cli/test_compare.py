@@ -1,0 +1,128 @@
+"""`vllm-ext compare`, with servers that exist on paper."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.paper_servers import Paper
+from vllm_ext.cli import compare
+
+FAST = ["--dataset", "fixed:20:8", "--requests", "60", "--loads", "0.9", "--precision", "2"]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Paper:
+    made = Paper()
+    monkeypatch.setattr(compare, "_backend", lambda *_: made)
+    return made
+
+
+def run(tmp_path: Path, *flags: str) -> int:
+    return compare.main(["model", "--cells", str(tmp_path / "cells"), *FAST, *flags])
+
+
+def test_a_faster_server_is_named_with_its_flags(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend.slower["alise"] = 0.7
+    out = tmp_path / "compare.json"
+    assert run(tmp_path, "--out", str(out), "--", "--max-model-len", "2048") == 0
+    said = capsys.readouterr().err.splitlines()
+    line = next(one for one in said if one.startswith("alise at 0.9"))
+    assert "mean e2e better:" in line
+    assert "  set these flags: --scheduler-cls alise" in said
+    result = json.loads(out.read_text())
+    assert result["config"]["servers"]["upstream, again"] == []
+    assert result["config"]["flags_of_all"] == ["--max-model-len", "2048"]
+    assert result["command"].endswith("-- --max-model-len 2048")
+    verdicts = {one["measure"]: one["kind"] for one in result["config"]["verdicts"]}
+    assert verdicts["mean e2e"] == "better"
+    assert result["baselines"]["upstream"]["load_0.9.mean e2e"] > result["metrics"]["load_0.9.mean e2e"]
+
+
+def test_a_slower_one_is_not_recommended_and_who_pays_is_said(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend.slower["alise"] = 1.3
+    assert run(tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "mean e2e worse:" in said
+    assert "set these flags" not in said
+
+
+def test_equal_ones_differ_by_nothing_that_is_seen(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path) == 1
+    assert "no difference seen" in capsys.readouterr().err
+
+
+def test_a_server_that_fails_is_told_and_the_status_says_incomplete(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend.dies.add("sarathi")
+    assert run(tmp_path, "--systems", "upstream,alise,sarathi") == 3
+    said = capsys.readouterr().err
+    assert "sarathi failed: it ended" in said
+    assert "alise at 0.9" in said
+
+
+def test_a_baseline_that_fails_ends_it_in_a_line(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend.dies.add("upstream")
+    assert run(tmp_path) == 3
+    assert capsys.readouterr().err.startswith("vllm-ext compare: the baseline failed: it ended")
+
+
+def test_an_interruption_reports_what_there_is(
+    backend: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = backend.served
+
+    def interrupted(*_: object) -> None:
+        if len(served) > 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_ext.compare.rounds._precise", lambda *_: interrupted() or False)
+    assert run(tmp_path) == 3
+    said = capsys.readouterr().err
+    assert "stopped: interrupted" in said
+    assert "alise at 0.9" in said
+
+
+def test_objectives_are_judged_where_there_are_some(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend.slower["alise"] = 0.5
+    assert run(tmp_path, "--slo", "e2e=0.3") == 0
+    assert "on time better:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--systems", "upstream"], "--systems: must name at least two servers, the baseline first"),
+        (["--url", "A=http://127.0.0.1:1"], "--url: servers that run have their flags"),
+        (["--server", "x"], "x: must be NAME=VALUE"),
+        (["--loads", "0"], "0: must be numbers above 0"),
+        (["--precision", "x"], "x: must be a number above 0"),
+        (["--set", "a"], "unrecognized arguments"),
+        (["--dataset", "nothing.jsonl"], "nothing.jsonl"),
+    ],
+)
+def test_what_is_wrong_is_named_in_a_line(
+    backend: Paper, tmp_path: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = run(tmp_path, *flags)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 0
+    assert status == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+    assert backend.starts == []

@@ -1,0 +1,64 @@
+"""Servers that exist on paper: one queue, whose service takes what its row says, and a little chance."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from vllm_ext.compare.servers import Row, Server
+from vllm_ext.demo.server import ServerError
+from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+SERVICE_S = 0.1
+
+
+class Paper:
+    """A backend of them; counts what was asked of it."""
+
+    def __init__(self, slower: Mapping[str, float] | None = None, noise: float = 0.01) -> None:
+        self.slower = dict(slower or {})
+        self.noise = noise
+        self.starts: list[str] = []
+        self.served: list[tuple[str, WorkloadSpec]] = []
+        self.dies: set[str] = set()
+        self.up = 0
+
+    @contextlib.contextmanager
+    def started(self, row: Row) -> Iterator[Server]:
+        self.starts.append(row.name)
+        self.up += 1
+        assert self.up == 1, "one at a time"
+        try:
+            yield _Server(self, row)
+        finally:
+            self.up -= 1
+
+
+class _Server:
+    max_model_len = 2048
+
+    def __init__(self, backend: Paper, row: Row) -> None:
+        self.backend, self.row = backend, row
+
+    def serve(self, workload: WorkloadSpec) -> dict[str, Any]:
+        if self.row.name in self.backend.dies:
+            raise ServerError("it ended\nits last lines")
+        self.backend.served.append((self.row.name, workload))
+        requests = list(build(workload).start())
+        chance = np.random.default_rng([workload.seed, *self.row.name.encode()])
+        drift = chance.lognormal(0.0, self.backend.noise)  # of this run: another process, another place in memory
+        mean = SERVICE_S * self.backend.slower.get(self.row.name, 1.0) * drift
+        free, ends = 0.0, []
+        for one, noise in zip(requests, chance.lognormal(0.0, self.backend.noise, len(requests)), strict=True):
+            free = max(free, one.arrival_s) + mean * noise
+            ends.append(free - one.arrival_s)
+        return {
+            "ttfts": [end - mean / 2 for end in ends], "latencies": ends, "itls": [[mean / 2]] * len(ends),
+            "output_lens": [max(2, one.output_tokens) for one in requests],
+            "input_lens": [one.prompt_tokens for one in requests], "queue_times": [0.0] * len(ends),
+            "errors": [""] * len(ends),
+        }  # fmt: skip

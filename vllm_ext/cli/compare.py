@@ -1,0 +1,302 @@
+"""`vllm-ext compare`: is another server better for these requests, by how much, and is that more than chance?"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vllm_ext.cli import spec_flags
+from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need
+from vllm_ext.compare.observed import MEAN, P99, Observed, measured
+from vllm_ext.compare.rounds import Asked, Cells, Found, NoAnswer, compare
+from vllm_ext.compare.servers import Backend, Clocked, Here, Row, There
+from vllm_ext.compare.verdict import Verdict, who_pays
+from vllm_ext.envs import cache_dir
+from vllm_ext.report import common_flags, results
+from vllm_ext.report.table import Table
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.spec import parse
+from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+PROG = "vllm-ext compare"
+UPSTREAM = "upstream"
+_AGAIN = ", again"
+_WORKLOAD, _HARDWARE, _COST = "workload.", "hardware.", "cost."
+_NOT_ONE = 1
+"""Exit status where no server is better than the baseline."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 0 if a server is better than the baseline, 1 if none is, 2 usage, 3 failed or incomplete."""
+    own, _, passed = _split(list(argv))
+    return guarded(_parser(passed), _compare, own, again=GOES_ON)
+
+
+def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], "--", argv[at + 1 :]
+
+
+def _compare(args: argparse.Namespace) -> int:
+    need("vllm")
+    rows = _rows(args)
+    workload = _workload(args)
+    asked = Asked(
+        rows=rows, workload=workload, loads=args.loads, requests=args.requests, precision=args.precision,
+        budget_s=60 * args.budget_minutes, rate_per_s=args.rate_at_1,
+    )  # fmt: skip
+    folder: Path = args.cells
+    folder.mkdir(parents=True, exist_ok=True)
+    backend = _backend(args, folder)
+    cells = Cells(folder, repr([args.model, args.passed, args.clock, args.step_noise, spec_flags.given(args, _HARDWARE),
+                                spec_flags.given(args, _COST)]))  # fmt: skip
+    found = Found()
+    incomplete = False
+    try:
+        compare(backend, cells, asked, lambda text: print(text, file=sys.stderr, flush=True), found)
+    except NoAnswer as error:
+        incomplete, found.stopped = True, str(error)
+    except KeyboardInterrupt:
+        incomplete, found.stopped = True, "interrupted; the same command goes on with the rest"
+    if not found.runs:
+        raise Failed(found.stopped)
+    verdicts = list(found.verdicts(asked))
+    tables = [_table(found, asked), "", *_words(found, asked, verdicts, args)]
+    results.emit(_result(args, asked, found, verdicts), tables, args.out, as_json=args.json)
+    if incomplete or found.failed or not verdicts:
+        return FAILED
+    return 0 if any(_is_better(verdicts, row.name, bool(workload.tiers)) for row in rows[2:]) else _NOT_ONE
+
+
+def _rows(args: argparse.Namespace) -> list[Row]:
+    """The baseline, its twin, and the others."""
+    given = dict(args.url or ())
+    if given and (args.systems or args.server or args.model or args.passed or args.clock == "engine"):
+        raise UsageError("--url: servers that run have their flags; MODEL, --systems, --server, --clock and what "
+                         "stands behind -- are for servers that are started here")  # fmt: skip
+    if given:
+        found = [Row(name, url=url.rstrip("/")) for name, url in given.items()]
+    else:
+        if not args.model:
+            raise UsageError("MODEL: must be named, or servers that run with --url NAME=URL")
+        systems = [one.strip() for one in (args.systems or f"{UPSTREAM},alise").split(",")]
+        named = {one: () if one == UPSTREAM else ("--scheduler-cls", one) for one in systems}
+        named |= {name: tuple(shlex.split(flags)) for name, flags in args.server or ()}
+        found = [Row(name, flags) for name, flags in named.items()]
+    if len(found) < 2 or not all(row.name for row in found):
+        raise UsageError(f"{'--url' if given else '--systems'}: must name at least two servers, the baseline first")
+    first = found[0]
+    return [first, Row(first.name + _AGAIN, first.flags, first.url), *found[1:]]
+
+
+def _workload(args: argparse.Namespace) -> WorkloadSpec:
+    values = {
+        "rate_per_s": 1.0,
+        "over_context": "cut",
+        "num_requests": args.requests,
+        **spec_flags.given(args, _WORKLOAD),
+    }
+    if args.trace is not None:
+        values |= {"source": str(args.trace), "arrivals": values.get("arrivals", "recorded")}
+    found = parse(WorkloadSpec, values)
+    build(found)  # what can't be read is said before a server is started
+    return found
+
+
+def _backend(args: argparse.Namespace, folder: Path) -> Backend:
+    if args.url:
+        return There(folder)
+    if args.clock == "wall":
+        return Here(args.model, args.passed, folder)
+    cost = spec_flags.given(args, _COST)
+    cost |= {"kind": "fitted"} if "file" in cost else {}
+    hardware = parse(HardwareSpec, spec_flags.given(args, _HARDWARE))
+    return Clocked(args.model, args.passed, folder, hardware, parse(CostSpec, cost), args.step_noise)
+
+
+def _table(found: Found, asked: Asked) -> Table:
+    rows = []
+    for load in asked.loads:
+        for row in asked.rows:
+            if runs := [*found.runs.get((row.name, load), {}).values()]:
+                joined = Observed.joined(runs)
+                values = measured(joined)
+                rows.append([load, row.name, len(runs), joined.failed, *(values.get(name) for name in _shown(asked))])
+    columns = ["load", "server", "repeats", "failed", *_shown(asked)]
+    return Table(columns, rows, title=f"load 1 is {found.rate_per_s:.4g} requests/s; latencies in seconds")
+
+
+def _shown(asked: Asked) -> list[str]:
+    names = [MEAN, P99, "mean TTFT", "P90 TTFT", "P99 longest gap", "mean normalised"]
+    return [*names, "on time", "goodput"] if asked.workload.tiers else names
+
+
+def _words(found: Found, asked: Asked, verdicts: Sequence[Verdict], args: argparse.Namespace) -> Iterator[str]:
+    if args.clock == "engine":
+        yield f"by the engine's clock: {_costs(args)}; tokens are computed, how long a step takes is said by the model"
+    for row in asked.rows[2:]:
+        for load in asked.loads:
+            mine = [one for one in verdicts if (one.server, one.load) == (row.name, load)]
+            if mine:
+                rate = load * found.rate_per_s
+                yield f"{row.name} at {load:g} ({rate:.3g} requests/s): {_said(mine)}"
+                repeats, (ours, base, _) = found.pairs(row.name, asked, load)
+                for line in who_pays(ours, base, _classes(found, load, repeats)):
+                    yield f"  who pays: {line}"
+        if row.flags and _is_better(verdicts, row.name, bool(asked.workload.tiers)):
+            yield f"  set these flags: {shlex.join(row.flags)}"
+    for name, why in found.failed.items():
+        yield f"{name} failed: {why.splitlines()[0]}"
+    yield f"stopped: {found.stopped}"
+
+
+def _said(verdicts: Sequence[Verdict]) -> str:
+    differing = [one for one in verdicts if one.kind != "same"]
+    if not differing:
+        mean = next(one for one in verdicts if one.measure == MEAN)
+        return f"no difference seen; {MEAN} {mean.ratio} times better, the same server twice {mean.noise}"
+    return "; ".join(f"{one.measure} {one.kind}: {one.ratio} times better (the same server twice: {one.noise})"
+                     for one in differing)  # fmt: skip
+
+
+def _classes(found: Found, load: float, repeats: Sequence[int]) -> dict[str, list[np.ndarray]]:
+    """Rows of each class of service, run by run."""
+    names = {one.tier for repeat in repeats for one in found.offered[load, repeat] if one.tier}
+    return {f"class {name}": [np.array([one.tier == name for one in found.offered[load, repeat]])
+                              for repeat in repeats] for name in sorted(names)} if len(names) > 1 else {}  # fmt: skip
+
+
+def _is_better(verdicts: Sequence[Verdict], server: str, with_slo: bool) -> bool:
+    """Whether a server is better at a load by what is wanted, and at none worse by that or by the tail."""
+    wanted = "on time" if with_slo else MEAN
+    kinds = [one.kind for one in verdicts if one.server == server and one.measure in (wanted, P99)]
+    gains = [one.kind for one in verdicts if one.server == server and one.measure == wanted]
+    return "better" in gains and "worse" not in kinds
+
+
+def _costs(args: argparse.Namespace) -> str:
+    hardware = parse(HardwareSpec, spec_flags.given(args, _HARDWARE))
+    file = spec_flags.given(args, _COST).get("file")
+    return f"steps of {hardware.model} on {hardware.device}" + (f", fitted to {Path(file).name}" if file else "")
+
+
+def _result(
+    args: argparse.Namespace, asked: Asked, found: Found, verdicts: Sequence[Verdict]
+) -> results.Result:  # fmt: skip
+    flat: dict[str, dict[str, float]] = {}
+    for (name, load), runs in found.runs.items():
+        values = measured(Observed.joined([*runs.values()]))
+        flat.setdefault(name, {}).update({f"load_{load:g}.{key}": value for key, value in values.items()})
+    made = build(asked.workload)
+    others = [row.name for row in asked.rows[2:]]
+    config = {
+        "servers": {row.name: list(row.flags) for row in asked.rows}, "flags_of_all": args.passed,
+        "clock": args.clock, "workload": asked.workload.model_dump(mode="json"), "loads": list(asked.loads),
+        "requests_per_run": asked.requests, "rate_per_s_of_load_1": found.rate_per_s, "stopped": found.stopped,
+        "failed": found.failed,
+        "verdicts": [
+            {"server": one.server, "load": one.load, "measure": one.measure, "kind": one.kind,
+             "times_better": str(one.ratio), "a_a_pair": str(one.noise)}
+            for one in verdicts if math.isfinite(one.ratio.value)
+        ],
+    }  # fmt: skip
+    return results.Result(
+        name="compare", command=spec_flags.command_line([*args.command_line, *(["--", *args.passed] if args.passed
+                                                                               else [])]),
+        config=spec_flags.public(config), seed=asked.workload.seed, metrics=flat.get(others[0], {}),
+        workload=results.Workload(name=Path(made.name).name, rows=made.rows, sha256=made.sha256),
+        baselines={name: values for name, values in flat.items() if name != others[0]},
+    )  # fmt: skip
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals or not value:
+        raise argparse.ArgumentTypeError(f"{text}: must be NAME=VALUE")
+    return name, value
+
+
+def _loads(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < one <= 10 for one in found):
+        raise argparse.ArgumentTypeError(f"{text}: must be numbers above 0 and up to 10, separated by commas")
+    return found
+
+
+def _above_0(text: str) -> float:
+    if not 0 < (value := _number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    if not 0 <= (value := _number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of at least 0 and below 1")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _parser(passed: list[str]) -> Parser:
+    parser = Parser(
+        prog=PROG,
+        description="Send the same requests to servers, vLLM's own first, and say which is better and whether that is "
+        "more than chance. What stands behind -- goes to each `vllm serve`.",
+    )
+    parser.set_defaults(passed=passed)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="what `vllm serve` serves")
+    parser.add_argument(
+        "--systems", metavar="A,B", help="servers by what --scheduler-cls takes, the baseline first; upstream is vLLM "
+        "as it is (default: upstream,alise)",
+    )  # fmt: skip
+    parser.add_argument("--server", action="append", type=_named, metavar="NAME=FLAGS",
+                        help="a further server, by flags of `vllm serve` of its own; repeatable")  # fmt: skip
+    parser.add_argument("--url", action="append", type=_named, metavar="NAME=URL",
+                        help="a server that runs, the baseline first; repeatable, instead of MODEL")  # fmt: skip
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="your trace, with its recorded arrivals")
+    parser.add_argument("--slo", dest=f"{_WORKLOAD}tiers", type=spec_flags.slo, metavar="ttft=S,tbt=S,e2e=S",
+                        help="objectives of every request in seconds")  # fmt: skip
+    parser.add_argument("--loads", type=_loads, default=(0.7, 0.9, 1.0), metavar="X,Y",
+                        help="multiples of what the baseline carries (default: 0.7,0.9,1)")  # fmt: skip
+    parser.add_argument("--rate-at-1", type=_above_0, metavar="R",
+                        help="requests/s of load 1 (default: measured, by a backlog on the baseline)")  # fmt: skip
+    parser.add_argument("--requests", type=common_flags.at_least(20), default=300, metavar="N",
+                        help="requests of each run (default: 300)")  # fmt: skip
+    parser.add_argument("--precision", type=_above_0, default=0.05, metavar="SHARE",
+                        help="half width of the intervals that is enough (default: 0.05)")  # fmt: skip
+    parser.add_argument("--budget-minutes", type=_above_0, default=30.0, metavar="M",
+                        help="no run begins after so long (default: 30)")  # fmt: skip
+    parser.add_argument("--clock", choices=("wall", "engine"), default="wall",
+                        help="engine: tokens are computed here, and steps take what a cost model says of --device or "
+                        "--profile; the API server is left out (default: wall)")  # fmt: skip
+    parser.add_argument(
+        "--cells",
+        type=common_flags.output_folder,
+        default=cache_dir() / "compare",
+        metavar="DIR",
+        help="where runs and logs are kept, so that the same command goes on (default: the cache)",
+    )
+    spec_flags.add_flags(parser, WorkloadSpec, _WORKLOAD, "requests")
+    clock = parser.add_argument_group("the engine's clock")
+    clock.add_argument("--model-costs", dest=f"{_HARDWARE}model", metavar="MODEL", help="whose steps (default: 8B)")
+    clock.add_argument("--device", dest=f"{_HARDWARE}device", metavar="NAME", help="on which device")
+    clock.add_argument("--step-noise", type=_share, default=0.05, metavar="SHARE",
+                       help="how far steps are off what the model says, at random (default: 0.05)")  # fmt: skip
+    clock.add_argument("--profile", dest=f"{_COST}file", metavar="FILE", help="of `vllm-ext profile`")
+    common_flags.add(parser, "out", "json")
+    return parser

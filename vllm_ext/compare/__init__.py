@@ -1,0 +1,1 @@
+"""Two servers, the same requests: which is better, by how much, and is it more than chance?"""

@@ -1,0 +1,83 @@
+"""What became of the same requests on each server, and what is compared of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """A run, a row for each request in the order of arrival; times in seconds, nan where a request failed."""
+
+    arrival_s: Floats
+    """When it was to be sent, from the start of the run."""
+    ttft_s: Floats
+    """From then to its first token."""
+    e2e_s: Floats
+    """From then to its last."""
+    longest_gap_s: Floats
+    """Between two tokens; 0 of a single token."""
+    output_tokens: Floats
+    prompt_tokens: Floats
+    on_time: Floats
+    """1 where all objectives of the request were met, 0 where one was not; nan where it has none."""
+
+    def __getitem__(self, rows: Any) -> Observed:
+        return Observed(**{one.name: getattr(self, one.name)[rows] for one in fields(self)})
+
+    @classmethod
+    def joined(cls, runs: Sequence[Observed]) -> Observed:
+        """Return the rows of all runs, one after the other."""
+        return cls(**{one.name: np.concatenate([getattr(run, one.name) for run in runs]) for one in fields(cls)})
+
+    @property
+    def failed(self) -> int:
+        """Requests that have no answer."""
+        return int(np.isnan(self.e2e_s).sum())
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a run."""
+
+    name: str
+    of: Callable[[Observed], float]
+    unit: str = "s"
+    higher: bool = False
+    """Whether more is better."""
+
+
+MEAN, P99 = "mean e2e", "P99 e2e"
+MEASURES: Mapping[str, Measure] = {
+    one.name: one
+    for one in (
+        Measure(MEAN, lambda run: float(run.e2e_s.mean())),
+        Measure(P99, lambda run: float(np.percentile(run.e2e_s, 99))),
+        Measure("mean TTFT", lambda run: float(run.ttft_s.mean())),
+        Measure("P90 TTFT", lambda run: float(np.percentile(run.ttft_s, 90))),
+        Measure("P99 TTFT", lambda run: float(np.percentile(run.ttft_s, 99))),
+        Measure("P99 longest gap", lambda run: float(np.percentile(run.longest_gap_s, 99))),
+        Measure("mean normalised", lambda run: float((run.e2e_s / run.output_tokens).mean()), unit="s/token"),
+        Measure("on time", lambda run: float(run.on_time.mean()), unit="share", higher=True),
+        Measure("goodput", lambda run: float(run.on_time.sum() / _span_s(run)), unit="requests/s", higher=True),
+    )
+}
+
+
+def measured(run: Observed) -> dict[str, float]:
+    """Return the measures of a run's answered requests; those of objectives only where there are some."""
+    answered = run[~np.isnan(run.e2e_s)]
+    if not len(answered.e2e_s):
+        return {}
+    has_objectives = not np.isnan(answered.on_time).any()
+    return {name: one.of(answered) for name, one in MEASURES.items() if has_objectives or not one.higher}
+
+
+def _span_s(run: Observed) -> float:
+    return float(max((run.arrival_s + run.e2e_s).max() - run.arrival_s.min(), 1e-9))

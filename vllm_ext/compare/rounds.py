@@ -1,0 +1,248 @@
+"""The runs: each server in turn, in an order that rotates, until the answer is precise enough or the time is over."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_ext.compare.observed import MEAN, MEASURES, Observed, measured
+from vllm_ext.compare.replay import observed
+from vllm_ext.compare.servers import Backend, Row, Up
+from vllm_ext.compare.verdict import Verdict, noise, ratio, verdicts
+from vllm_ext.demo.server import ServerError
+from vllm_ext.files import replaced
+from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.requests import SimRequest
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+LEAST_REPEATS, MOST_REPEATS = 2, 20
+"""Of one repeat nobody knows what is chance."""
+_WARM, _WARM_SEED = 60, 90_000
+"""Requests before the first that count: code is compiled, and lengths have been seen, as on a server that runs."""
+_WARM_LOAD, _FEWEST = 0.7, 10
+
+
+class NoAnswer(RuntimeError):
+    """There is nothing to compare with; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is compared, and how precisely."""
+
+    rows: Sequence[Row]
+    """The baseline first, then its twin, then the others."""
+    workload: WorkloadSpec
+    """At any rate."""
+    loads: Sequence[float]
+    """Multiples of what the baseline carries."""
+    requests: int
+    """Of each run."""
+    precision: float
+    """Relative half width of the interval of the mean end-to-end latency's ratio that is enough."""
+    budget_s: float
+    rate_per_s: float | None = None
+    """Of load 1; None: measured, by a backlog on the baseline."""
+
+
+@dataclass
+class Cells:
+    """Runs that ended, a file for each: the next comparison of the same goes on with the rest."""
+
+    folder: Path
+    of: str
+    """What else a run depends on: model, flags of all, device."""
+
+    def read(self, row: Row, workload: WorkloadSpec) -> dict[str, Any] | None:
+        """Return a run that was kept, or None; a damaged file is none."""
+        try:
+            found = json.loads(self._path(row, workload).read_text(encoding="utf-8"))
+            return found["run"] if isinstance(found["run"], dict) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def keep(self, row: Row, workload: WorkloadSpec, run: Mapping[str, Any]) -> None:
+        """Write a run."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kept = {"row": row.name, "flags": row.flags, "workload": workload.model_dump(mode="json"), "run": run}
+        with replaced(self._path(row, workload)) as file:
+            file.write(json.dumps(kept).encode())
+
+    def _path(self, row: Row, workload: WorkloadSpec) -> Path:
+        what = json.dumps([self.of, row.name, row.flags, row.url, workload.model_dump(mode="json")])
+        return self.folder / f"{row.name}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
+
+
+@dataclass
+class Found:
+    """What came of a comparison."""
+
+    rate_per_s: float = 0.0
+    """Of load 1."""
+    runs: dict[tuple[str, float], dict[int, Observed]] = field(default_factory=dict)
+    """Server and load -> repeat -> its run."""
+    offered: dict[tuple[float, int], Sequence[SimRequest]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Servers that did not start, or ended, and why."""
+    stopped: str = ""
+    """Why there are no more repeats."""
+
+    def pairs(self, server: str, asked: Asked, load: float) -> tuple[list[int], list[list[Observed]]]:
+        """Return the repeats that a server, the baseline and its twin have of a load, and the runs of each."""
+        names = (server, asked.rows[0].name, asked.rows[1].name)
+        each = [self.runs.get((name, load), {}) for name in names]
+        repeats = sorted(set(each[0]) & set(each[1]) & set(each[2]))
+        return repeats, [[runs[at] for at in repeats] for runs in each]
+
+    def verdicts(self, asked: Asked) -> Iterator[Verdict]:
+        """Yield what is said of each server but the baseline and its twin."""
+        for row in asked.rows[2:]:
+            for load in asked.loads:
+                repeats, (ours, base, again) = self.pairs(row.name, asked, load)
+                if repeats:
+                    yield from verdicts(row.name, load, ours, base, again)
+
+
+def compare(
+    backend: Backend, cells: Cells, asked: Asked, tell: Callable[[str], None], found: Found,
+    now: Callable[[], float] = time.monotonic,
+) -> None:  # fmt: skip
+    """Run until it is enough.
+
+    Args:
+        backend: Where servers come from.
+        cells: What was run before, and gets what is run.
+        asked: What is compared.
+        tell: Gets a line for each run.
+        found: Gets what came of it, so that an interruption loses nothing.
+        now: Seconds, for the budget.
+
+    Raises:
+        NoAnswer: the baseline failed.
+    """
+    up = Up(backend)
+    try:
+        _rounds(up, cells, asked, tell, found, now)
+    finally:
+        up.stop()
+
+
+def _rounds(
+    up: Up, cells: Cells, asked: Asked, tell: Callable[[str], None], found: Found, now: Callable[[], float]
+) -> None:  # fmt: skip
+    deadline = now() + asked.budget_s
+    asked = _within_context(up, cells, asked)
+    found.rate_per_s = asked.rate_per_s or _capacity(up, cells, asked, tell)
+    for repeat in range(MOST_REPEATS):
+        shift = repeat % len(asked.rows)
+        for row in [*asked.rows[shift:], *asked.rows[:shift]]:
+            if row.name not in found.failed:
+                if now() > deadline:
+                    found.stopped = f"the time was over after {repeat} repeats"
+                    return
+                _served(up, cells, asked, tell, found, row, repeat)
+        if repeat + 1 >= LEAST_REPEATS and all(
+            _precise(found, asked, row, load) for row in asked.rows[2:] for load in asked.loads
+        ):
+            found.stopped = f"all intervals are within {100 * asked.precision:g} % after {repeat + 1} repeats"
+            return
+    found.stopped = f"{MOST_REPEATS} repeats"
+
+
+def _served(
+    up: Up, cells: Cells, asked: Asked, tell: Callable[[str], None], found: Found, row: Row, repeat: int
+) -> None:  # fmt: skip
+    """Run all loads of a repeat on a server, which is started only where one of them is not there yet."""
+    workloads = {load: workload_at(asked, load * found.rate_per_s, repeat) for load in asked.loads}
+    try:
+        if any(cells.read(row, workload) is None for workload in workloads.values()):
+            up.server(row).serve(_warming(asked, found.rate_per_s))
+        for load, workload in workloads.items():
+            requests = list(build(workload).start())
+            one = observed(_run(up, cells, row, workload), requests)
+            found.offered[load, repeat] = requests
+            found.runs.setdefault((row.name, load), {})[repeat] = one
+            failed = f", {one.failed} failed" if one.failed else ""
+            mean = measured(one).get(MEAN, float("nan"))
+            tell(f"repeat {repeat + 1}, {row.name} at {load:g}: mean e2e {mean:.4g} s{failed}")
+    except ServerError as error:
+        if row in asked.rows[:2]:
+            raise NoAnswer(f"the baseline failed: {error}") from error
+        found.failed[row.name] = str(error)
+        tell(f"{row.name}: {error}")
+
+
+def _run(up: Up, cells: Cells, row: Row, workload: WorkloadSpec) -> dict[str, Any]:
+    """Return a run that was kept, else make it and keep it."""
+    if (kept := cells.read(row, workload)) is None:
+        kept = up.server(row).serve(workload)
+        cells.keep(row, workload, kept)
+    return kept
+
+
+def workload_at(asked: Asked, rate_per_s: float, repeat: int) -> WorkloadSpec:
+    """Return the requests of a repeat: the next ones of a file, else others of the same kind."""
+    base = asked.workload
+    values: dict[str, Any] = {"num_requests": asked.requests, "rate_per_s": float(f"{rate_per_s:.6g}")}
+    size = build(base).source.size
+    if size is not None and base.sample == "file-order":
+        room = max(1, size - base.skip_requests - asked.requests + 1)
+        values["skip_requests"] = base.skip_requests + repeat * asked.requests % room
+    return WorkloadSpec.model_validate({**base.model_dump(), **values, "seed": base.seed + repeat})
+
+
+def _warming(asked: Asked, rate_per_s: float) -> WorkloadSpec:
+    return WorkloadSpec.model_validate({
+        **workload_at(asked, _WARM_LOAD * rate_per_s, 0).model_dump(), "num_requests": min(_WARM, asked.requests),
+        "seed": asked.workload.seed + _WARM_SEED,
+    })  # fmt: skip
+
+
+def _within_context(up: Up, cells: Cells, asked: Asked) -> Asked:
+    """Return what is asked with requests that fit into the model's context, of which the baseline is asked once."""
+    if asked.workload.max_model_len is not None:
+        return asked
+    row, nothing = asked.rows[0], asked.workload.model_copy(update={"num_requests": 0})
+    if (kept := cells.read(row, nothing)) is None:
+        try:
+            kept = {"max_model_len": up.server(row).max_model_len}
+        except ServerError as error:
+            raise NoAnswer(f"the baseline failed: {error}") from error
+        cells.keep(row, nothing, kept)
+    return replace(asked, workload=asked.workload.model_copy(update=kept))
+
+
+def _capacity(up: Up, cells: Cells, asked: Asked, tell: Callable[[str], None]) -> float:
+    """Return what the baseline ends per second of a backlog, between its first and last tenth."""
+    row = asked.rows[0]
+    backlog = WorkloadSpec.model_validate({
+        **workload_at(asked, 1.0, 0).model_dump(), "arrivals": "at-once", "rate_per_s": None, "cv": 1.0,
+    })  # fmt: skip
+    try:
+        run = _run(up, cells, row, backlog)
+    except ServerError as error:
+        raise NoAnswer(f"the baseline failed: {error}") from error
+    ends = np.sort(observed(run, list(build(backlog).start())).e2e_s)
+    ends = ends[~np.isnan(ends)]
+    if len(ends) < _FEWEST:
+        raise NoAnswer(f"the baseline answered {len(ends)} of {asked.requests} requests that were sent at once")
+    first, last = len(ends) // 10, len(ends) - 1 - len(ends) // 10
+    rate = (last - first) / max(float(ends[last] - ends[first]), 1e-9)
+    tell(f"{row.name} carries {rate:.4g} requests/s")
+    return rate
+
+
+def _precise(found: Found, asked: Asked, row: Row, load: float) -> bool:
+    if row.name in found.failed:
+        return True
+    repeats, (ours, base, again) = found.pairs(row.name, asked, load)
+    if not repeats or noise(MEASURES[MEAN], again, base).half_width > asked.precision:
+        return False
+    return ratio(MEASURES[MEAN], ours, base).half_width <= asked.precision
