@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_process import CpuClock
-
+from vllm_ext.report.foreign_cpu import ForeignCpu
 from vllm_ext.simulation.workloads.requests import SimRequest, Workload
 
 _PREDICTOR_START_S, _IDLE_S = 180.0, 30.0
@@ -72,7 +71,7 @@ async def _phase(engine: Any, stats: StepStats, phase: Mapping[str, Any]) -> dic
         await _forget(engine, host=forget == "all")
     before = await _counters(engine)
     stats.reset()
-    cpu = CpuClock()
+    cpu = ForeignCpu()
     start_s = time.monotonic()
     if "workload" in phase:
         served = await converse(engine, _workload(phase["workload"]))
@@ -82,7 +81,7 @@ async def _phase(engine: Any, stats: StepStats, phase: Mapping[str, Any]) -> dic
     return {
         "requests": served,
         "client_start_s": start_s,
-        "foreign_cpu_cores": cpu.foreign_cores(),
+        "foreign_cpu_cores": cpu.cores(),
         "load": {**stats.summary(), **since(before, await _counters(engine))},
         "copies": stats.copies,
     }

@@ -40,6 +40,11 @@ def test_a_share_that_is_larger_is_better() -> None:
     assert measured(run_of([1.0] * 8)).keys().isdisjoint({"on time", "goodput"}), "nobody had objectives"
 
 
+def test_who_has_no_answer_was_not_on_time() -> None:
+    run = run_of([1.0, np.nan], on_time=[1.0, 0.0])
+    assert (run.failed, measured(run)["on time"], measured(run)[MEAN]) == (1, 0.5, 1.0)
+
+
 def test_requests_that_failed_on_one_side_are_left_out_of_both() -> None:
     ours, base = run_of([1.0, np.nan, 1.0, 1.0]), run_of([2.0, 50.0, 2.0, np.nan])
     assert ratio(MEASURES[MEAN], [ours], [base]).value == 2.0

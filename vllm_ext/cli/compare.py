@@ -29,6 +29,8 @@ PROG = "vllm-ext compare"
 UPSTREAM = "upstream"
 _AGAIN = ", again"
 _WORKLOAD, _HARDWARE, _COST = "workload.", "hardware.", "cost."
+_QUIET = 0.2
+"""Cores that others may keep busy without a word."""
 _NOT_ONE = 1
 """Exit status where no server is better than the baseline."""
 
@@ -152,6 +154,8 @@ def _words(found: Found, asked: Asked, verdicts: Sequence[Verdict], args: argpar
                     yield f"  who pays: {line}"
         if row.flags and _is_better(verdicts, row.name, bool(asked.workload.tiers)):
             yield f"  set these flags: {shlex.join(row.flags)}"
+    if args.clock == "wall" and not args.url and (others := max(found.foreign_cores.values(), default=0.0)) > _QUIET:
+        yield f"others kept up to {others:.1f} cores busy during a run: repeat it where nobody else computes"
     for name, why in found.failed.items():
         yield f"{name} failed: {why.splitlines()[0]}"
     yield f"stopped: {found.stopped}"
@@ -200,7 +204,7 @@ def _result(
         "servers": {row.name: list(row.flags) for row in asked.rows}, "flags_of_all": args.passed,
         "clock": args.clock, "workload": asked.workload.model_dump(mode="json"), "loads": list(asked.loads),
         "requests_per_run": asked.requests, "rate_per_s_of_load_1": found.rate_per_s, "stopped": found.stopped,
-        "failed": found.failed,
+        "failed": found.failed, "foreign_cores_at_most": max(found.foreign_cores.values(), default=0.0),
         "verdicts": [
             {"server": one.server, "load": one.load, "measure": one.measure, "kind": one.kind,
              "times_better": str(one.ratio), "a_a_pair": str(one.noise)}

@@ -71,13 +71,17 @@ MEASURES: Mapping[str, Measure] = {
 
 
 def measured(run: Observed) -> dict[str, float]:
-    """Return the measures of a run's answered requests; those of objectives only where there are some."""
+    """Return the measures of a run: latencies of answered requests; those of objectives only where there are some."""
     answered = run[~np.isnan(run.e2e_s)]
     if not len(answered.e2e_s):
         return {}
     has_objectives = not np.isnan(answered.on_time).any()
-    return {name: one.of(answered) for name, one in MEASURES.items() if has_objectives or not one.higher}
+    return {
+        name: one.of(run if one.higher else answered)  # who has no answer has missed its objectives
+        for name, one in MEASURES.items()
+        if has_objectives or not one.higher
+    }
 
 
 def _span_s(run: Observed) -> float:
-    return float(max((run.arrival_s + run.e2e_s).max() - run.arrival_s.min(), 1e-9))
+    return float(max(np.nanmax(run.arrival_s + run.e2e_s) - run.arrival_s.min(), 1e-9))

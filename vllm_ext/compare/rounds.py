@@ -18,6 +18,7 @@ from vllm_ext.compare.servers import Backend, Row, Up
 from vllm_ext.compare.verdict import Verdict, noise, ratio, verdicts
 from vllm_ext.demo.server import ServerError
 from vllm_ext.files import replaced
+from vllm_ext.report.foreign_cpu import ForeignCpu
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.requests import SimRequest
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -89,6 +90,8 @@ class Found:
     runs: dict[tuple[str, float], dict[int, Observed]] = field(default_factory=dict)
     """Server and load -> repeat -> its run."""
     offered: dict[tuple[float, int], Sequence[SimRequest]] = field(default_factory=dict)
+    foreign_cores: dict[tuple[str, float, int], float] = field(default_factory=dict)
+    """Server, load and repeat -> cores that were busy with what is neither a server of ours nor its client."""
     failed: dict[str, str] = field(default_factory=dict)
     """Servers that did not start, or ended, and why."""
     stopped: str = ""
@@ -166,7 +169,9 @@ def _served(
             up.server(row).serve(_warming(asked, found.rate_per_s))
         for load, workload in workloads.items():
             requests = list(build(workload).start())
-            one = observed(_run(up, cells, row, workload), requests)
+            run = _run(up, cells, row, workload)
+            one = observed(run, requests)
+            found.foreign_cores[row.name, load, repeat] = float(run["foreign_cores"])
             found.offered[load, repeat] = requests
             found.runs.setdefault((row.name, load), {})[repeat] = one
             failed = f", {one.failed} failed" if one.failed else ""
@@ -182,7 +187,8 @@ def _served(
 def _run(up: Up, cells: Cells, row: Row, workload: WorkloadSpec) -> dict[str, Any]:
     """Return a run that was kept, else make it and keep it."""
     if (kept := cells.read(row, workload)) is None:
-        kept = up.server(row).serve(workload)
+        server, others = up.server(row), ForeignCpu()
+        kept = {**server.serve(workload), "foreign_cores": others.cores()}
         cells.keep(row, workload, kept)
     return kept
 
