@@ -115,3 +115,29 @@ def test_a_repeat_takes_the_next_requests_of_a_file(tmp_path: Path) -> None:
     run(backend, tmp_path / "cells", asked(workload=workload, precision=1e-9))
     skipped = [one.skip_requests for _, one in backend.served if one.arrivals == "recorded" and one.num_requests == 100]
     assert set(skipped) == {repeat * 100 % 151 for repeat in range(REPEATS)}
+
+
+def test_the_best_flags_are_searched_on_requests_that_no_repeat_has(tmp_path: Path) -> None:
+    """256 tokens are best, and a reserve makes it worse; a budget below the seats needs fewer of them."""
+    best = ("--max-num-batched-tokens", "256", "--max-num-seqs", "256")
+    backend = Paper({" ".join(best): 0.7})
+    rows = (*ROWS[:2], Row("upstream-tuned", tune=True))
+    found = run(backend, tmp_path, asked(rows=rows, seats=512, precision=1e-9))
+    assert found.flags == {"upstream-tuned": best}
+    searched = {one.seed for flags, one in backend.told if "--max-num-batched-tokens 1024" in flags}
+    repeated = {one.seed for flags, one in backend.told if not flags and one.num_requests == 100}
+    (own,) = searched - {90_000}
+    assert own not in repeated & {WORKLOAD.seed + repeat for repeat in range(REPEATS)}
+    assert {WORKLOAD.seed + repeat for repeat in range(REPEATS)} <= repeated
+    again = Paper()
+    run(again, tmp_path, asked(rows=rows, seats=512, precision=1e-9))
+    assert again.starts == []
+
+
+def test_a_candidate_that_does_not_start_is_out(tmp_path: Path) -> None:
+    backend = Paper()
+    backend.dies.add("--max-num-batched-tokens 128 --max-num-seqs 128")
+    rows = (*ROWS[:2], Row("upstream-tuned", tune=True))
+    found = run(backend, tmp_path, asked(rows=rows, seats=256))
+    assert found.failed == {}
+    assert "128" not in found.flags["upstream-tuned"]

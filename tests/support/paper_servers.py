@@ -1,4 +1,4 @@
-"""Servers that exist on paper: one queue, whose service takes what its row says, and a little chance."""
+"""Servers that exist on paper: one queue, whose service takes what its name or flags say, and a little chance."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Paper:
         self.noise = noise
         self.starts: list[str] = []
         self.served: list[tuple[str, WorkloadSpec]] = []
+        self.told: list[tuple[str, WorkloadSpec]] = []
         self.dies: set[str] = set()
         self.up = 0
 
@@ -45,13 +46,15 @@ class _Server:
         self.backend, self.row = backend, row
 
     def serve(self, workload: WorkloadSpec) -> dict[str, Any]:
-        if self.row.name in self.backend.dies:
+        flags = " ".join(self.row.flags)
+        if self.backend.dies & {self.row.name, flags}:
             raise ServerError("it ended\nits last lines")
         self.backend.served.append((self.row.name, workload))
+        self.backend.told.append((flags, workload))
         requests = list(build(workload).start())
         chance = np.random.default_rng([workload.seed, *self.row.name.encode()])
         drift = chance.lognormal(0.0, self.backend.noise)  # of this run: another process, another place in memory
-        mean = SERVICE_S * self.backend.slower.get(self.row.name, 1.0) * drift
+        mean = SERVICE_S * self.backend.slower.get(self.row.name, self.backend.slower.get(flags, 1.0)) * drift
         free, ends = 0.0, []
         for one, noise in zip(requests, chance.lognormal(0.0, self.backend.noise, len(requests)), strict=True):
             free = max(free, one.arrival_s) + mean * noise

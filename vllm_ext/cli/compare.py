@@ -26,7 +26,7 @@ from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 PROG = "vllm-ext compare"
-UPSTREAM = "upstream"
+UPSTREAM, TUNED = "upstream", "upstream-tuned"
 _AGAIN = ", again"
 _WORKLOAD, _HARDWARE, _COST = "workload.", "hardware.", "cost."
 _QUIET = 0.2
@@ -53,6 +53,7 @@ def _compare(args: argparse.Namespace) -> int:
     asked = Asked(
         rows=rows, workload=workload, loads=args.loads, requests=args.requests, precision=args.precision,
         budget_s=60 * args.budget_minutes, rate_per_s=args.rate_at_1,
+        seats=_seats(args.passed) if any(row.tune for row in rows) else 0,
     )  # fmt: skip
     folder: Path = args.cells
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,13 +90,26 @@ def _rows(args: argparse.Namespace) -> list[Row]:
         if not args.model:
             raise UsageError("MODEL: must be named, or servers that run with --url NAME=URL")
         systems = [one.strip() for one in (args.systems or f"{UPSTREAM},alise").split(",")]
-        named = {one: () if one == UPSTREAM else ("--scheduler-cls", one) for one in systems}
+        named = {one: () if one in (UPSTREAM, TUNED) else ("--scheduler-cls", one) for one in systems}
         named |= {name: tuple(shlex.split(flags)) for name, flags in args.server or ()}
-        found = [Row(name, flags) for name, flags in named.items()]
+        found = [Row(name, flags, tune=name == TUNED) for name, flags in named.items()]
     if len(found) < 2 or not all(row.name for row in found):
         raise UsageError(f"{'--url' if given else '--systems'}: must name at least two servers, the baseline first")
-    first = found[0]
+    if (first := found[0]).tune:
+        raise UsageError(f"--systems: {TUNED} must not be the first: its flags are searched at the baseline's load")
     return [first, Row(first.name + _AGAIN, first.flags, first.url), *found[1:]]
+
+
+def _seats(passed: Sequence[str]) -> int:
+    """Return how many requests the servers run at a time: what was passed, else vLLM's default on this device."""
+    for at, word in enumerate(passed):
+        name, equals, value = word.partition("=")
+        if name == "--max-num-seqs" and (equals or passed[at + 1 : at + 2]):
+            return int(value if equals else passed[at + 1])
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    return int(EngineArgs.get_batch_defaults(1)[1][UsageContext.OPENAI_API_SERVER])
 
 
 def _workload(args: argparse.Namespace) -> WorkloadSpec:
@@ -152,8 +166,9 @@ def _words(found: Found, asked: Asked, verdicts: Sequence[Verdict], args: argpar
                 repeats, (ours, base, _) = found.pairs(row.name, asked, load)
                 for line in who_pays(ours, base, _classes(found, load, repeats)):
                     yield f"  who pays: {line}"
-        if row.flags and _is_better(verdicts, row.name, bool(asked.workload.tiers)):
-            yield f"  set these flags: {shlex.join(row.flags)}"
+        flags = found.flags.get(row.name, row.flags)
+        if flags and _is_better(verdicts, row.name, bool(asked.workload.tiers)):
+            yield f"  set these flags: {shlex.join(flags)}"
     if args.clock == "wall" and not args.url and (others := max(found.foreign_cores.values(), default=0.0)) > _QUIET:
         yield f"others kept up to {others:.1f} cores busy during a run: repeat it where nobody else computes"
     for name, why in found.failed.items():
@@ -201,8 +216,8 @@ def _result(
     made = build(asked.workload)
     others = [row.name for row in asked.rows[2:]]
     config = {
-        "servers": {row.name: list(row.flags) for row in asked.rows}, "flags_of_all": args.passed,
-        "clock": args.clock, "workload": asked.workload.model_dump(mode="json"), "loads": list(asked.loads),
+        "servers": {row.name: list(found.flags.get(row.name, row.flags)) for row in asked.rows},
+        "flags_of_all": args.passed, "clock": args.clock, "workload": asked.workload.model_dump(mode="json"), "loads": list(asked.loads),
         "requests_per_run": asked.requests, "rate_per_s_of_load_1": found.rate_per_s, "stopped": found.stopped,
         "failed": found.failed, "foreign_cores_at_most": max(found.foreign_cores.values(), default=0.0),
         "verdicts": [
@@ -266,7 +281,7 @@ def _parser(passed: list[str]) -> Parser:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what `vllm serve` serves")
     parser.add_argument(
         "--systems", metavar="A,B", help="servers by what --scheduler-cls takes, the baseline first; upstream is vLLM "
-        "as it is (default: upstream,alise)",
+        "as it is, upstream-tuned with the best of its own flags, which are searched (default: upstream,alise)",
     )  # fmt: skip
     parser.add_argument("--server", action="append", type=_named, metavar="NAME=FLAGS",
                         help="a further server, by flags of `vllm serve` of its own; repeatable")  # fmt: skip

@@ -15,6 +15,7 @@ import numpy as np
 from vllm_ext.compare.observed import MEAN, MEASURES, Observed, measured
 from vllm_ext.compare.replay import observed
 from vllm_ext.compare.servers import Backend, Row, Up
+from vllm_ext.compare.tune import tuned
 from vllm_ext.compare.verdict import Verdict, noise, ratio, verdicts
 from vllm_ext.demo.server import ServerError
 from vllm_ext.files import replaced
@@ -49,6 +50,8 @@ class Asked:
     precision: float
     """Relative half width of the interval of the mean end-to-end latency's ratio that is enough."""
     budget_s: float
+    seats: int = 256
+    """Requests that vLLM runs at a time, where no row says otherwise."""
     rate_per_s: float | None = None
     """Of load 1; None: measured, by a backlog on the baseline."""
 
@@ -90,6 +93,8 @@ class Found:
     runs: dict[tuple[str, float], dict[int, Observed]] = field(default_factory=dict)
     """Server and load -> repeat -> its run."""
     offered: dict[tuple[float, int], Sequence[SimRequest]] = field(default_factory=dict)
+    flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of servers that were tuned."""
     foreign_cores: dict[tuple[str, float, int], float] = field(default_factory=dict)
     """Server, load and repeat -> cores that were busy with what is neither a server of ours nor its client."""
     failed: dict[str, str] = field(default_factory=dict)
@@ -143,6 +148,7 @@ def _rounds(
     deadline = now() + asked.budget_s
     asked = _within_context(up, cells, asked)
     found.rate_per_s = asked.rate_per_s or _capacity(up, cells, asked, tell)
+    asked = replace(asked, rows=[_tuned(up, cells, asked, found, row, tell) if row.tune else row for row in asked.rows])
     for repeat in range(MOST_REPEATS):
         shift = repeat % len(asked.rows)
         for row in [*asked.rows[shift:], *asked.rows[:shift]]:
@@ -163,17 +169,12 @@ def _served(
     up: Up, cells: Cells, asked: Asked, tell: Callable[[str], None], found: Found, row: Row, repeat: int
 ) -> None:  # fmt: skip
     """Run all loads of a repeat on a server, which is started only where one of them is not there yet."""
-    workloads = {load: workload_at(asked, load * found.rate_per_s, repeat) for load in asked.loads}
     try:
-        if any(cells.read(row, workload) is None for workload in workloads.values()):
-            up.server(row).serve(_warming(asked, found.rate_per_s))
-        for load, workload in workloads.items():
-            requests = list(build(workload).start())
-            run = _run(up, cells, row, workload)
+        for load, requests, run in _runs(up, cells, asked, found.rate_per_s, row, asked.loads, repeat):
             one = observed(run, requests)
-            found.foreign_cores[row.name, load, repeat] = float(run["foreign_cores"])
             found.offered[load, repeat] = requests
             found.runs.setdefault((row.name, load), {})[repeat] = one
+            found.foreign_cores[row.name, load, repeat] = float(run["foreign_cores"])
             failed = f", {one.failed} failed" if one.failed else ""
             mean = measured(one).get(MEAN, float("nan"))
             tell(f"repeat {repeat + 1}, {row.name} at {load:g}: mean e2e {mean:.4g} s{failed}")
@@ -182,6 +183,37 @@ def _served(
             raise NoAnswer(f"the baseline failed: {error}") from error
         found.failed[row.name] = str(error)
         tell(f"{row.name}: {error}")
+
+
+def _runs(
+    up: Up, cells: Cells, asked: Asked, rate_per_s: float, row: Row, loads: Sequence[float], repeat: int
+) -> Iterator[tuple[float, list[SimRequest], dict[str, Any]]]:  # fmt: skip
+    """Yield load, requests and run, behind a warm-up where one of them is not there yet."""
+    workloads = {load: workload_at(asked, load * rate_per_s, repeat) for load in loads}
+    if any(cells.read(row, workload) is None for workload in workloads.values()):
+        up.server(row).serve(_warming(asked, rate_per_s))
+    for load, workload in workloads.items():
+        yield load, list(build(workload).start()), _run(up, cells, row, workload)
+
+
+def _tuned(up: Up, cells: Cells, asked: Asked, found: Found, row: Row, tell: Callable[[str], None]) -> Row:
+    """Return a row with the best of vLLM's own flags, searched on requests that no repeat has."""
+
+    def attempt(one: Row, loads: Sequence[float], part: int) -> dict[float, dict[str, float]]:
+        some = replace(asked, requests=max(asked.requests // part, _FEWEST))
+        try:
+            runs = [*_runs(up, cells, some, found.rate_per_s, one, loads, MOST_REPEATS)]
+        except ServerError as error:
+            tell(f"{one.name} with {' '.join(one.flags)}: {error}")
+            return {}
+        values = {load: measured(observed(run, requests)) for load, requests, run in runs}
+        shown = ", ".join(f"{each.get(MEAN, float('nan')):.4g} s at {load:g}" for load, each in values.items())
+        tell(f"{one.name} with {' '.join(one.flags) or 'no flags'}: mean e2e {shown}")
+        return values
+
+    best = tuned(row, asked.seats, attempt, tell)
+    found.flags[row.name] = best.flags
+    return best
 
 
 def _run(up: Up, cells: Cells, row: Row, workload: WorkloadSpec) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class Row:
     """Of `vllm serve`, beside those of all."""
     url: str = ""
     """Of one that runs already."""
+    tune: bool = False
+    """Whether the best of vLLM's own flags are searched for it."""
 
 
 class Server(Protocol):
