@@ -217,9 +217,10 @@ def _result(
     others = [row.name for row in asked.rows[2:]]
     config = {
         "servers": {row.name: list(found.flags.get(row.name, row.flags)) for row in asked.rows},
-        "flags_of_all": args.passed, "clock": args.clock, "workload": asked.workload.model_dump(mode="json"), "loads": list(asked.loads),
-        "requests_per_run": asked.requests, "rate_per_s_of_load_1": found.rate_per_s, "stopped": found.stopped,
-        "failed": found.failed, "foreign_cores_at_most": max(found.foreign_cores.values(), default=0.0),
+        "flags_of_all": args.passed, "clock": args.clock, "workload": asked.workload.model_dump(mode="json"),
+        "loads": list(asked.loads), "requests_per_run": asked.requests, "rate_per_s_of_load_1": found.rate_per_s,
+        "stopped": found.stopped, "failed": found.failed,
+        "foreign_cores_at_most": max(found.foreign_cores.values(), default=0.0),
         "verdicts": [
             {"server": one.server, "load": one.load, "measure": one.measure, "kind": one.kind,
              "times_better": str(one.ratio), "a_a_pair": str(one.noise)}
