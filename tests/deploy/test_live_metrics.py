@@ -25,8 +25,8 @@ from vllm_ext.demo.server import ServerProcess, free_port
 
 SMALL = "--dtype float32 --enforce-eager --max-model-len 512 --block-size 32 --kv-cache-memory-bytes 33554432"
 OPTIONS = {"slo": {"classes": {"chat": {"ttft_ms": 60_000}}}, "kv_tier": {"gib": 0.05, "store": "early"}}
-NOT_HERE = re.compile(r"predictor_|length_predictions|slo_shed|kv_offload_(disk|load)|refusals|preemptions_total")
-"""Series that begin with what does not happen here: a predictor, a queue, an error, a load."""
+NOT_HERE = re.compile(r"predictor_|length_predictions|slo_shed|kv_offload_(disk|load)|preemptions_total")
+"""Series that begin with what does not happen here: a predictor, a 503, an error, a load, a preemption."""
 
 
 @contextmanager
@@ -57,10 +57,10 @@ def get(url: str, body: Any = None) -> Any:
 @pytest.mark.e2e
 def test_every_line_and_every_rule_is_evaluated_on_a_server(tmp_path: Path) -> None:
     program("prometheus")
-    arguments = [*SMALL.split(), "--served-model-name", "tiny", "--scheduler-cls", "alise"]
+    arguments = [*SMALL.split(), "--served-model-name", "tiny", "--scheduler-cls", "alise", "--max-num-seqs", "1"]
     arguments += ["--additional-config", json.dumps({"vllm_ext": OPTIONS})]
     server = ServerProcess(tiny_model.build(), arguments, log_path=tmp_path / "server", startup_timeout_s=HANG_S)
-    ask = {"model": "tiny", "prompt": "a b c " * 20, "max_tokens": 8, "vllm_xargs": {"tag": "chat"}}
+    ask = {"model": "tiny", "prompt": "a b c " * 20, "n": 3, "max_tokens": 48, "vllm_xargs": {"tag": "chat"}}
     deadline = time.monotonic() + HANG_S
     with server, prometheus(tmp_path, server.base_url.removeprefix("http://")) as address:
         empty = {"": "not asked yet"}
