@@ -33,7 +33,7 @@ NOT_HERE = re.compile(r"predictor_|length_predictions|slo_shed|kv_offload_(disk|
 def prometheus(folder: Path, target: str) -> Iterator[str]:
     """Run it with the rules on a target; gives its address."""
     config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "5s", "evaluation_interval": "5s"},
         "rule_files": [str(RULES)],
         "scrape_configs": [{"job_name": "vllm", "static_configs": [{"targets": [target]}]}],
     }
