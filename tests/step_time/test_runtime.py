@@ -148,6 +148,13 @@ def test_coefficients_must_be_five_finite_numbers_of_at_least_0(coefficients: tu
         RuntimeModel(coefficients)
 
 
+def test_a_model_that_prices_prompts_at_nothing_still_has_a_pivot_that_takes_time() -> None:
+    """Steps of decodes alone are fitted so; a server's budget policy divided by that zero."""
+    pivot = RuntimeModel(Coefficients(0.0, 0.01, 0.0, 0.0, 0.0)).pivot
+    assert pivot.tokens > 0
+    assert pivot.step_s == pytest.approx(pivot.tokens * 1e-9)
+
+
 def test_given_coefficients_are_the_start() -> None:
     assert RuntimeModel(HAND).coefficients == RuntimeModel(HAND).given == HAND
     assert (RuntimeModel().coefficients, RuntimeModel().given) == (DEFAULT, None)

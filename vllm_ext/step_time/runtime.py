@@ -162,9 +162,9 @@ class RuntimeModel:
         if self.given_pivot is not None:
             return self.given_pivot
         price = self._coefficients
-        tokens = _SATURATED / (1 - _SATURATED) * price.base_s / max(price.prefill_token_s, 1e-9)
-        whole = int(min(max(tokens, _LEAST_PIVOT), _LARGEST_PIVOT))
-        return Pivot(whole, self.step_time_s(StepFeatures(0, whole, whole, whole * whole / 2)))
+        token_s = max(price.prefill_token_s, 1e-9)  # a fit to decodes alone, or to noise, may price a prompt at 0
+        whole = int(min(max(_SATURATED / (1 - _SATURATED) * price.base_s / token_s, _LEAST_PIVOT), _LARGEST_PIVOT))
+        return Pivot(whole, max(self.step_time_s(StepFeatures(0, whole, whole, whole * whole / 2)), whole * token_s))
 
     # --- prediction -------------------------------------------------------------------------------------------------
 
