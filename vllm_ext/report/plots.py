@@ -326,7 +326,7 @@ def _plain_numbers(axis: Any) -> None:
             return f"{x:g}" if super().__call__(x, pos) else ""
 
     axis.set_major_formatter(Plain())
-    axis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    axis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
 
 
 def _legend(figure: Any, *all_axes: Axes, beside: bool = False) -> None:
