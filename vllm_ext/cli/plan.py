@@ -290,9 +290,9 @@ def _doubted(unsure: Doubt) -> Iterator[str]:
         low, high = min(unsure.budgets.values()), max(unsure.budgets.values())
         cases = ", ".join(f"{tokens} if {case}" for case, tokens in unsure.budgets.items() if tokens != unsure.tokens)
         low, high = min(low, unsure.tokens), max(high, unsure.tokens)
-        yield f"  with constants 30 % off the best budget is between {low} and {high} tokens: {cases}"
+        yield f"with constants 30 % off the best budget is between {low} and {high} tokens: {cases}"
     else:
-        yield f"  with constants 30 % off, {unsure.tokens} tokens stay the best budget"
+        yield f"with constants 30 % off, {unsure.tokens} tokens stay the best budget"
 
 
 def _command(base: SimulationSpec, choice: Candidate) -> str:
@@ -414,7 +414,7 @@ def _band(found: Answer, candidate: Candidate, load: float, value: float) -> tup
     if not (over.low > 0 and over.high < math.inf):
         return math.nan, math.nan
     if found.objective.with_slo:
-        return value * over.low / over.value, value * over.high / over.value
+        return value * over.low / over.value, min(1.0, value * over.high / over.value)
     return value * over.value / over.high, value * over.value / over.low
 
 
