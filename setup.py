@@ -16,5 +16,5 @@ for folder in ("kernels", "patches"):
 setup(
     packages=packages,
     package_dir=package_dir,
-    package_data={"": ["*.cpp", "*.h"], "vllm_ext": ["py.typed", "cli/*.txt", "hooks/verified/*.json"]},
+    package_data={"": ["*.cpp", "*.h"], "vllm_ext": ["py.typed", "cli/*.txt", "hooks/verified/*.json", "report/*.html"]},
 )

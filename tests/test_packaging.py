@@ -80,7 +80,12 @@ def test_wheel_ships_every_module_under_vllm_ext(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {name for name in names if name.endswith(SOURCES)} == expected
-    assert {"vllm_ext/patches/__init__.py", "vllm_ext/kernels/__init__.py", "vllm_ext/py.typed"} <= names
+    assert {
+        "vllm_ext/patches/__init__.py",
+        "vllm_ext/kernels/__init__.py",
+        "vllm_ext/py.typed",
+        "vllm_ext/report/page.html",
+    } <= names
 
 
 def test_wheel_has_no_other_top_level_package(wheel: Path) -> None:

@@ -57,6 +57,7 @@ def test_the_answer_is_a_command_with_what_each_change_brings(
 ) -> None:
     made_up(monkeypatch)
     out, plot, saved = tmp_path / "plan.json", tmp_path / "plan.svg", tmp_path / "tuned.json"
+    page = tmp_path / "plan.html"
     flags = [
         "--out",
         str(out),
@@ -64,6 +65,8 @@ def test_the_answer_is_a_command_with_what_each_change_brings(
         str(plot),
         "--save",
         str(saved),
+        "--html",
+        str(page),
         "--model",
         "llama-3.1-8b",
         "--device",
@@ -95,6 +98,12 @@ def test_the_answer_is_a_command_with_what_each_change_brings(
     assert (found.made_for.layers, found.made_for.hidden, found.made_for.device) == (32, 4096, "h100")
     assert found.expected[2].mean_e2e == pytest.approx(1.8)
     assert str(tmp_path) not in saved.read_text(encoding="utf-8")
+    shown = page.read_text(encoding="utf-8")
+    assert '<li class="better">' in shown
+    assert "alise, 256 tokens: 1.80 (1.80..1.80) times better than as it is, at 0.9 of saturation" in shown
+    assert f'<pre class="command">{command}</pre>' in shown
+    assert shown.count("<svg") == 1
+    assert str(tmp_path) not in shown
 
 
 def test_options_that_the_server_has_are_in_the_command(

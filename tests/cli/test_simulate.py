@@ -42,6 +42,34 @@ def test_one_system_gives_its_metrics_as_the_last_line(capsys: pytest.CaptureFix
     assert "s simulated in" in shown.err
 
 
+def test_page_compares_systems_and_draws_each_measure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    systems = ("--system", "upstream-fcfs,alise", "--slo", "ttft=1,tbt=0.1", "--quiet")
+    assert main([*CROWDED, *systems, "--html", str(page)]) == 0
+    shown = page.read_text(encoding="utf-8")
+    assert "alise: mean end-to-end latency " in shown
+    assert shown.count("<svg") == 5, "objectives, three distributions, the server over time"
+    assert "Not drawn" not in shown
+    assert f"{result(capsys)['baselines']['upstream-fcfs']['e2e_mean_ms']:.4g}</td>" in shown
+    assert main([*SMALL, "--dataset", "fixed:64:8", "--quiet", "--html", str(page)]) == 3
+    assert "<li>incomplete: 12 of 12 requests (100.0%) were rejected" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("page.txt", "must end in .html"), ("none.json/page.html", "must be a folder")]
+)
+def test_wrong_page_is_refused_before_anything_runs(
+    name: str, told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "none.json").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, "--html", str(tmp_path / name)])
+    said = capsys.readouterr().err
+    assert said.startswith("vllm-ext simulate: argument --html: ")
+    assert told in said
+    assert said.count("\n") == 1
+
+
 def test_rejected_requests_are_said_and_status_3(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--dataset", "fixed:64:8"]) == 3
     shown = capsys.readouterr()

@@ -64,6 +64,19 @@ def num_points(folder: Path) -> int:
         return 0
 
 
+def test_page_has_who_keeps_to_the_constraints_and_every_run(tmp_path: Path, runs: list[SimulationSpec]) -> None:
+    page, limit = tmp_path / "sweep.html", "normalised_latency_mean_ms_per_token<=100"
+    assert main([*GRID, "--dir", str(tmp_path / "points"), "--constraint", limit, "--html", str(page)]) == 0
+    shown = page.read_text(encoding="utf-8")
+    assert "3 of 4 combinations keep to normalised_latency_mean_ms_per_token&lt;=100" in shown
+    assert (shown.count("<svg"), shown.count("<tr>")) == (1, 5)
+    again = [*SMALL, "--quiet", "--dir", str(tmp_path / "more"), "--html", str(page)]
+    assert main([*again, "--system", "fcfs,alise"]) == 0
+    assert "Not drawn: no axis of numbers" in page.read_text(encoding="utf-8")
+    assert main([*again, "--capacity", "--constraint", limit]) == 0
+    assert '<li class="met">' in page.read_text(encoding="utf-8")
+
+
 def test_grid_of_real_simulations_fills_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GRID, "--dir", str(tmp_path), "--constraint", "requests>=8"]) == 0
     got = json.loads(capsys.readouterr().out)

@@ -249,6 +249,18 @@ def test_run_writes_the_result_its_plots_and_one_json_line(
     assert (tmp_path / "result-curve.png").read_bytes() == b"picture"
 
 
+def test_page_has_the_claims_the_figures_and_the_differences(run_one: Callable[..., int], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run_one("--html", str(page)) == 0
+    shown = page.read_text(encoding="utf-8")
+    assert '<li class="met">' in shown
+    assert "rate ratio: 3, wanted &gt;= 2" in shown
+    assert 'aria-label="A table: figure tiny-curve' in shown
+    assert "picture" in shown
+    assert "<p>no GPU</p>" in shown
+    assert "vllm-ext repro tiny --quick" in shown
+
+
 def test_sources_that_are_not_committed_refuse_the_result_before_and_after_the_run(
     run_one: Callable[..., int],
     tmp_path: Path,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from vllm_ext.report.plots import Panel, Series
 
 ORCA = Series(label="orca", x=[1.0, 2.0, 3.0], y=[10.0, 20.0, 900.0])
 VLLM = Series(label="vllm-2023", x=[1.0, 2.0, 3.0], y=[9.0, 12.0, 20.0])
+TEXT = "{http://www.w3.org/2000/svg}text"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -108,11 +111,54 @@ def test_empirical_distribution_is_the_fraction_at_or_below(values: list[float],
         assert line.y == pytest.approx([np.mean(np.asarray(values) <= x) for x in line.x])
 
 
+def test_band_of_a_distribution_spans_those_of_its_parts() -> None:
+    line = plots.empirical_cdf("x", [1.0, 2.0, 3.0, 4.0], parts=[[1.0, 2.0], [3.0, 4.0, math.nan], []])
+    assert (line.x, line.y) == ([1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0])
+    assert (line.low, line.high) == ([0, 0, 0.5, 1.0], [0.5, 1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="band of x: 1 and 2 for 2 of x"):
+        Series(label="x", x=[1, 2], y=[1, 2], low=[1], high=[1, 2])
+
+
+def test_band_is_drawn_and_the_axis_of_a_panel_holds_all_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    finish = plots._finish
+
+    def watched(axes: Any, *args: Any, **options: Any) -> None:
+        seen.append(axes)
+        finish(axes, *args, **options)
+
+    monkeypatch.setattr(plots, "_finish", watched)
+    plots.over_time([Panel(ylabel="running", series=[VLLM, ORCA])], tmp_path / "a.svg")
+    assert seen[-1].get_ylim()[1] > 900
+    plots.lines(
+        [Series(label="x", x=[2, 1], y=[5, 6], low=[4, 5], high=[6, 7])], tmp_path / "a.svg", xlabel="", ylabel=""
+    )
+    (band,) = seen[-1].collections
+    assert {tuple(point) for point in band.get_paths()[0].vertices} >= {(2, 4), (2, 6), (1, 5), (1, 7)}
+
+
+def test_narrow_figure_has_its_legend_below_and_is_narrow_no_longer_than_asked(tmp_path: Path) -> None:
+    sizes = []
+    for name in ("wide", "narrow", "wide again"):
+        with plots.narrow() if name == "narrow" else contextlib.nullcontext():
+            plots.over_time([Panel(ylabel="running", series=[ORCA, VLLM])], tmp_path / f"{name}.svg")
+        root = ET.parse(tmp_path / f"{name}.svg").getroot()
+        legend = next(node for node in root.iter() if node.get("id") == "legend_1")
+        sizes.append((float(root.attrib["width"].removesuffix("pt")), float(next(legend.iter(TEXT)).attrib["y"])))
+    wide, narrow, again = sizes
+    assert wide == again
+    assert narrow[0] < 0.8 * wide[0]
+    assert narrow[1] > 3 * wide[1]
+
+
 @given(st.permutations(["orca", "alise", "upstream-fcfs", "mine", "yours", "theirs", "orca+alise"]))
 def test_colours_do_not_depend_on_order_and_differ_within_a_figure(labels: list[str]) -> None:
     found = styles(labels)
     assert found == styles(sorted(labels))
     assert len({style.colour for style in found.values()}) == len(labels)
+    assert len({style.marker for style in found.values()}) == len({str(s.dash) for s in found.values()}) == len(labels)
 
 
 def test_a_system_looks_the_same_beside_any_other_known_one() -> None:

@@ -16,6 +16,7 @@ from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need
 from vllm_ext.config import KEY, tuned
 from vllm_ext.report import common_flags, results
+from vllm_ext.report.page import Chart, Page, Section, Verdict, facts_of, write
 from vllm_ext.report.plots import Series, lines
 from vllm_ext.report.results import without_folder
 from vllm_ext.report.table import Table
@@ -94,10 +95,14 @@ def _plan(args: argparse.Namespace) -> int:
     everything = [metrics for runs in found.tried.metrics.values() for metrics in runs.values()]
     incomplete = left_out.lines(everything, base, workload)
     price = None if args.price_per_hour is None else args.price_per_hour * base.hardware.tensor_parallel
-    said = [_table(found, saturated), *incomplete, "", *_advice(found, saturated, coarse, unsure, base, price, parts)]
-    results.emit(made, said, args.out, as_json=args.json)
+    sections = _sections(found, saturated, unsure, base, price, parts)
+    dropped = [f"dropped: {name}: {why}" for name, why in {**coarse.dropped, **found.rejected}.items()]
+    advice = [line for section in sections for line in section.text.splitlines()]
+    results.emit(made, [_table(found, saturated), *incomplete, "", *advice, *dropped], args.out, as_json=args.json)
     if args.plot is not None:
         _draw(found, saturated, base, args.plot)
+    if args.html is not None:
+        write(_page(made, found, saturated, base, sections, unsure, [*incomplete, *dropped]), args.html)
     if args.save is not None:
         tuned.save(_tuned(args, base, found, saturated, workload), args.save)
     return FAILED if found.tried.failed or incomplete or found.unmet else 0
@@ -164,10 +169,55 @@ def _table(found: Answer, saturated: Saturation) -> Table:
     return Table(("load", "server", *shown, "mean", "P99", "TTFT P90"), rows, title=title)
 
 
-def _advice(
-    found: Answer, saturated: Saturation, coarse: Coarse, unsure: Doubt | None, base: SimulationSpec,
-    price: float | None, parts: Parts,
-) -> Iterator[str]:  # fmt: skip
+def _sections(
+    found: Answer, saturated: Saturation, unsure: Doubt | None, base: SimulationSpec, price: float | None, parts: Parts
+) -> list[Section]:
+    """What is advised, in words."""
+    said = {
+        "Recommended": _recommended(found, base),
+        "What it brings": [*_brings(found), *_helps(found, saturated), *_capacity(found, saturated, price, parts)],
+        "Who pays": [f"who pays: {line}" for line in found.who_pays],
+        "What is in doubt": [] if unsure is None else _doubted(unsure),
+        "What else": _more_memory(base),
+    }
+    return [Section(title=title, text=text) for title, lines in said.items() if (text := "\n".join(lines))]
+
+
+def _page(
+    made: results.Result, found: Answer, saturated: Saturation, base: SimulationSpec, sections: Sequence[Section],
+    unsure: Doubt | None, left_out: Sequence[str],
+) -> Page:  # fmt: skip
+    what = "share of requests that meet all SLOs" if found.objective.with_slo else "mean end-to-end latency"
+    chart = Chart(
+        caption=f"Against the load: {what}. Bands: the 95 % interval of the ratio to the server as it is, by windows",
+        alt=f"Lines of the {what} against the request rate, one for each server of the table below",
+        draw=lambda path: _draw(found, saturated, base, path),
+    )
+    runs = Section(title="Every server at every load", charts=[chart], table=_table(found, saturated))
+    return Page(
+        title=f"What to change for {Path(base.workload.source).name}", verdicts=[*_verdicts(found, unsure)],
+        sections=[*sections, runs], left_out=left_out, command=made.command, facts=facts_of(made),
+    )  # fmt: skip
+
+
+def _verdicts(found: Answer, unsure: Doubt | None) -> Iterator[Verdict]:
+    choice, metric, load = found.choice, found.objective.metric, nearest(found.pair)
+    if found.unmet:
+        yield Verdict(text="no server that was tried keeps to every --constraint at your load", kind="missed")
+    if choice == DEFAULT:
+        yield Verdict(
+            text="leave the server as it is: nothing that was tried is better by more than chance", kind="same"
+        )
+    else:
+        over, sure = found.over(choice, load, metric), found.is_difference(choice, load, metric)
+        text = f"{choice.name}: {over} times better than as it is, at {load:g} of saturation"
+        yield Verdict(text=text, kind="unknown" if not sure else "better" if over.value > 1 else "worse")
+    yield from (Verdict(text=line, kind="worse") for line in found.who_pays)
+    if unsure is not None and unsure.flips:
+        yield Verdict(text="the best token budget depends on constants that nobody measured", kind="unknown")
+
+
+def _recommended(found: Answer, base: SimulationSpec) -> Iterator[str]:
     choice = found.choice
     if found.unmet:
         yield "no server that was tried, and is allowed, keeps to every --constraint at your load; without them:"
@@ -179,21 +229,21 @@ def _advice(
         yield f"recommended: {choice.name}: set these flags"
     yield f"  {_command(base, choice)}"
     if choice.system.needs:
-        yield f"  ({choice.system.needs})"
-    yield from _brings(found)
-    if choice != DEFAULT:
+        yield f"needs: {choice.system.needs}"
+
+
+def _helps(found: Answer, saturated: Saturation) -> Iterator[str]:
+    """From which load on the choice is better, and which load the trace has."""
+    if found.choice != DEFAULT:
         start = found.helps_from
         yield (
             f"it is better for certain from {start:g} of saturation on" if start else "it is not better at all loads"
         )
         own = f"your trace has {saturated.own_load:.2f} of it ({saturated.own_rate_per_s:.3g} requests/s)"
         yield f"{own}; nobody gains where nobody waits" if saturated.own_load < min(found.pair) else own
-    yield from _capacity(found, saturated, price, parts)
-    yield from (f"who pays: {line}" for line in found.who_pays)
-    if unsure is not None:
-        yield from _doubted(unsure)
-    for name, why in {**coarse.dropped, **found.rejected}.items():
-        yield f"dropped: {name}: {why}"
+
+
+def _more_memory(base: SimulationSpec) -> Iterator[str]:
     memory = base.hardware.gpu_memory_utilization
     if base.engine.num_blocks is None and base.hardware.kv_memory_bytes is None and memory < 0.95:
         more = with_values(base, {"hardware.gpu_memory_utilization": 0.95})
@@ -240,9 +290,9 @@ def _doubted(unsure: Doubt) -> Iterator[str]:
         low, high = min(unsure.budgets.values()), max(unsure.budgets.values())
         cases = ", ".join(f"{tokens} if {case}" for case, tokens in unsure.budgets.items() if tokens != unsure.tokens)
         low, high = min(low, unsure.tokens), max(high, unsure.tokens)
-        yield f"  with constants 30 % off the best budget is between {low} and {high} tokens: {cases}"
+        yield f"with constants 30 % off the best budget is between {low} and {high} tokens: {cases}"
     else:
-        yield f"  with constants 30 % off, {unsure.tokens} tokens stay the best budget"
+        yield f"with constants 30 % off, {unsure.tokens} tokens stay the best budget"
 
 
 def _command(base: SimulationSpec, choice: Candidate) -> str:
@@ -346,7 +396,9 @@ def _draw(found: Answer, saturated: Saturation, base: SimulationSpec, path: Path
     for candidate, runs in found.tried.metrics.items():
         points: Mapping[float, float] = {load: runs[load][metric] for load in sorted(runs) if metric in runs[load]}
         rates = [load * saturated.rate_per_s for load in points]
-        series.append(Series(label=candidate.name, x=rates, y=list(points.values())))
+        bands = zip(*(_band(found, candidate, load, value) for load, value in points.items()), strict=True)
+        low, high = bands if points and candidate != DEFAULT else ((), ())
+        series.append(Series(label=candidate.name, x=rates, y=list(points.values()), low=low, high=high))
     lines(
         series, path,
         title=f"{Path(base.workload.source).name}\n{Path(hardware.model).name} on {devices}",
@@ -354,6 +406,16 @@ def _draw(found: Answer, saturated: Saturation, base: SimulationSpec, path: Path
         ylabel="share of requests that meet all SLOs" if found.objective.with_slo else "mean end-to-end latency (ms)",
         log_y=not found.objective.with_slo,
     )  # fmt: skip
+
+
+def _band(found: Answer, candidate: Candidate, load: float, value: float) -> tuple[float, float]:
+    """What the objective would be at both ends of the interval of its ratio to the server as it is."""
+    over = found.over(candidate, load, found.objective.metric)
+    if not (over.low > 0 and over.high < math.inf):
+        return math.nan, math.nan
+    if found.objective.with_slo:
+        return value * over.low / over.value, min(1.0, value * over.high / over.value)
+    return value * over.value / over.high, value * over.value / over.low
 
 
 def _constraint(text: str) -> Constraint:
@@ -423,7 +485,7 @@ def _parser() -> Parser:
     )  # fmt: skip
     spec_flags.add_arguments(parser, systems=False)
     common_flags.add(
-        parser, "jobs", "cache", "out", "json", quiet="no line per simulation",
+        parser, "jobs", "cache", "out", "json", "html", quiet="no line per simulation",
         plot="draw the objective against the rate (.png or .svg)",
     )  # fmt: skip
     return parser

@@ -39,15 +39,16 @@ def _repro(args: argparse.Namespace) -> int:
     chosen = list(experiments) if args.id == ["all"] else args.id
     if unknown := [name for name in chosen or [""] if name not in experiments]:
         raise UsageError(f"id={unknown[0]!r}: must be one of {', '.join(experiments)}, several of them, or all")
-    if args.out is not None and len(chosen) > 1:
-        raise UsageError("--out: needs one id; several write to --out-dir")
+    if len(chosen) > 1 and (args.out or args.html):
+        raise UsageError(f"{'--out' if args.out else '--html'}: needs one id; several write to --out-dir")
     return max(_reproduce(experiments[name], args) for name in chosen)
 
 
 def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
     """Run one; what goes wrong is told, so that the others can follow."""
-    from vllm_ext.experiments.report import result, tables
+    from vllm_ext.experiments.report import page, result, tables
     from vllm_ext.experiments.runner import RunFailed, Runner
+    from vllm_ext.report.page import write
     from vllm_ext.simulation.spec import SimulationSpec
     from vllm_ext.simulation.sweep.pools import local_pool
     from vllm_ext.simulation.sweep.store import Outcome, PointStore
@@ -74,6 +75,8 @@ def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
         if out is not None:
             for plot in findings.plots:
                 plot.draw(out.with_name(f"{out.stem}{plot.suffix}.png"))
+        if args.html is not None:
+            write(page(experiment, findings, made), args.html)
     except BrokenPipeError:
         raise
     except (RunFailed, OSError, ValueError) as error:
@@ -107,7 +110,7 @@ def _parser() -> Parser:
     parser.add_argument("--out-dir", type=common_flags.output_folder, metavar="DIR", help="write DIR/ID.json for each")
     parser.add_argument("--document", action="store_true", help=f"in a checkout: make {DOCUMENT} from {RESULTS}")
     common_flags.add(
-        parser, "seed", "jobs", "cache", "json", quiet="no line per simulation",
+        parser, "seed", "jobs", "cache", "json", "html", quiet="no line per simulation",
         quick="the same table from shorter traces, below a minute each",
         out="write the result to FILE, plots beside it",
     )  # fmt: skip

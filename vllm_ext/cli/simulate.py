@@ -7,18 +7,24 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.cli.command import FAILED, Parser, guarded, need
-from vllm_ext.report import common_flags, plots, results
+from vllm_ext.report import common_flags, page, plots, results
 from vllm_ext.report.count_progress import CountProgress
+from vllm_ext.report.page import Chart, Page, Section, Verdict
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.measure import export
-from vllm_ext.simulation.measure.metrics import summarise
+from vllm_ext.simulation.measure.metrics import summarise, windows_of
 from vllm_ext.simulation.measure.perfetto import write_trace
 from vllm_ext.simulation.measure.run_data import RunData
+from vllm_ext.simulation.plan import evidence
 from vllm_ext.simulation.spec import SimulationSpec, checked, resolve, with_values
 from vllm_ext.simulation.workloads.build import build
 
@@ -30,6 +36,8 @@ SHOWN = (
     "mean_running_requests", "mean_waiting_requests", "mean_kv_used_fraction", "preemptions", "policy_fallbacks",
 )  # fmt: skip
 """Metrics of the printed table, as far as the run has them; the JSON has all."""
+WINDOWS = 4
+"""Parts of a run, whose differences tell how much of what is seen may be chance."""
 TRACE_EVENTS = 1_000_000
 """Events kept for a trace where the description does not say."""
 _TABLES = (".csv", ".csv.gz", ".parquet")
@@ -63,11 +71,14 @@ def _simulate(args: argparse.Namespace) -> int:
     runs = {spec.engine.system: _run(spec, args.quiet) for spec in specs}
     found = {system: summarise(run) for system, run in runs.items()}
     incomplete = left_out.lines(found.values(), specs[0], workload)
-    tables = [] if args.quiet else [table(found, every=args.all_metrics), *_why_no_difference(specs, found)]
+    no_difference = _why_no_difference(specs, found)
+    tables = [] if args.quiet else [table(found, every=args.all_metrics), *no_difference]
     metrics, baselines = _beside_the_first(found)
     made = spec_flags.result("simulate", args.command_line, specs[0], workload, described, metrics, baselines)
     results.emit(made, [*tables, *incomplete], args.out, as_json=args.json)
     _write_files(args, runs)
+    if args.html is not None:
+        page.write(_page(made, runs, found, no_difference, incomplete), args.html)
     return FAILED if incomplete else 0
 
 
@@ -167,6 +178,87 @@ def _write_files(args: argparse.Namespace, runs: Mapping[str, RunData]) -> None:
             print(f"--cdf {args.cdf}: no request finished, nothing is drawn", file=sys.stderr)
 
 
+def _page(
+    made: results.Result, runs: Mapping[str, RunData], found: Found, notes: Sequence[str], incomplete: Sequence[str]
+) -> Page:
+    names = ", ".join(runs)
+    state = Chart(
+        caption="Running and waiting requests and the KV cache used, over virtual time",
+        alt=f"Lines over time of KV cache use, running and waiting requests under {names}",
+        draw=lambda path: plots.over_time(export.state_panels(runs), path),
+    )
+    sections = [
+        Section(title="Latency", charts=[*_distributions(runs)]),
+        Section(title="The server over time", charts=[state]),
+        Section(title="Metrics", table=table(found, every=True)),
+    ]
+    end = f".{evidence.ATTAINMENT}"
+    measured = {name for metrics in found.values() for name in metrics if name.endswith(end)}
+    if tiers := sorted(name.removeprefix("tier.").removesuffix(end) for name in measured):
+        shown = {tier: f"tier.{tier}{end}" for tier in tiers} | {"all": evidence.ATTAINMENT}
+        shares = {system: [100 * metrics.get(name, math.nan) for name in shown.values()]
+                  for system, metrics in found.items()}  # fmt: skip
+        bars = Chart(
+            caption="Share of requests that met all their objectives, by class of service",
+            alt=f"Bars of the share of met objectives of {', '.join(shown)} under {names}",
+            draw=lambda path: plots.bars([*shown], shares, path, ylabel="met all objectives (%)"),
+        )
+        sections.insert(0, Section(title="Objectives", charts=[bars]))
+    return Page(
+        title=f"{names} on {made.workload.name}",
+        verdicts=[*_verdicts(runs), *(Verdict(text=note, kind="same") for note in notes)],
+        sections=sections, left_out=incomplete, command=made.command, facts=page.facts_of(made),
+    )  # fmt: skip
+
+
+def _verdicts(runs: Mapping[str, RunData]) -> Iterator[Verdict]:
+    """Compare the mean end-to-end latency of every further system with the first one's, window by window."""
+    windows = {system: windows_of(run, WINDOWS) | summarise(run) for system, run in runs.items()}
+    first, *others = windows
+    for system in others:
+        over = evidence.ratio(windows[system], windows[first], evidence.MEAN)
+        text = f"{system}: mean end-to-end latency {over} times better than under {first}"
+        if math.isfinite(over.value):
+            yield Verdict.of_ratio(f"{text}, over windows of one run", over.low, over.high)
+
+
+def _distributions(runs: Mapping[str, RunData]) -> Iterator[Chart]:
+    """Yield distributions of TTFT, normalised latency, and time between tokens, of which single ones are not kept."""
+
+    def per_request(column: str, path: Path, xlabel: str) -> None:
+        curves = []
+        for system, run in runs.items():
+            values = _latency_ms(run, column)
+            if len(values):
+                curves.append(plots.empirical_cdf(system, values, parts=np.array_split(values, WINDOWS)))
+        plots.cdf(curves, path, xlabel=xlabel, log_x=True)
+
+    def gaps(path: Path) -> None:
+        shares = np.linspace(0.0, 1.0, 201)
+        curves = [plots.Series(label=system, x=[1000 * run.gaps.quantile_s(q) for q in shares], y=shares.tolist())
+                  for system, run in runs.items() if run.gaps.count]  # fmt: skip
+        plots.cdf(curves, path, xlabel="time between tokens (ms)", log_x=True)
+
+    drawn: dict[str, Callable[[Path], None]] = {
+        "time to first token": partial(per_request, "ttft_s", xlabel="time to first token (ms)"),
+        "time between tokens": gaps,
+        "normalised latency": partial(per_request, "e2e_s", xlabel="normalised latency (ms/token)"),
+    }
+    for what, draw in drawn.items():
+        band = "" if draw is gaps else f" Bands span those of {WINDOWS} parts of the requests, by arrival"
+        alt = f"Cumulative distribution of the {what} under {', '.join(runs)}"
+        yield Chart(caption=f"Distribution of the {what}.{band}", alt=alt, draw=draw)
+
+
+def _latency_ms(run: RunData, column: str) -> NDArray[np.float64]:
+    """A latency of the requests that finished, by arrival; of the end-to-end latency that per output token."""
+    finished, requests = run.finished(), run.requests
+    values = 1000 * requests.column(column)[finished]
+    if column == "e2e_s":
+        values /= requests.column("output_tokens")[finished]
+    return values[np.argsort(requests.column("arrival_s")[finished], kind="stable")]
+
+
 def _own_path(path: Path | None, system: str, runs: Mapping[str, RunData]) -> Path | None:
     """``requests.csv.gz`` -> ``requests.alise.csv.gz`` if there are several systems."""
     if path is None or len(runs) == 1:
@@ -188,5 +280,5 @@ def _parser() -> Parser:
         text = f"{what} ({', '.join(endings)})"
         output.add_argument(f"--{name}", type=common_flags.output_file(*endings), metavar="FILE", help=text)
     output.add_argument("--all-metrics", action="store_true", help="all metrics in the table, not only the main ones")
-    common_flags.add(parser, "out", "json", "quiet", plot="running, waiting and KV used over time (.png, .svg)")
+    common_flags.add(parser, "out", "json", "quiet", "html", plot="running, waiting and KV used over time (.png, .svg)")
     return parser

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.cli.command import FAILED, Parser, UsageError, guarded, need
 from vllm_ext.files import replaced
-from vllm_ext.report import common_flags, results
+from vllm_ext.report import common_flags, page, results
 from vllm_ext.report.count_progress import CountProgress
+from vllm_ext.report.page import Chart, Page, Section, Verdict
 from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
 from vllm_ext.simulation.sweep import grid, pools, summary
 from vllm_ext.simulation.sweep.capacity import CapacitySpec, Constraint, expected_runs
@@ -76,10 +77,12 @@ def _main(args: argparse.Namespace) -> int:
         results.emit(made, said, args.dir / "summary.json", as_json=args.json)
     if not args.quiet:
         print(f"{counts[False]} runs computed, {counts[True]} found in {args.dir}", file=sys.stderr)
-    failed = [one for one in ran if one.outcome.failed]
-    for one in failed:
-        error = " ".join(str(one.outcome.error).split())
-        print(f"{PROG}: failed: {dict(one.values)}: {error}", file=sys.stderr)
+    failed = [f"failed: {dict(one.values)}: {' '.join(str(one.outcome.error).split())}"
+              for one in ran if one.outcome.failed]  # fmt: skip
+    if args.html is not None:
+        page.write(_page(args, sweep, ran, made, [*failed, *incomplete]), args.html)
+    for line in failed:
+        print(f"{PROG}: {line}", file=sys.stderr)
     if failed:
         print(f"{PROG}: {len(failed)} failed; {_AGAIN.format(dir=args.dir)}", file=sys.stderr)
     return FAILED if failed or incomplete else 0
@@ -94,8 +97,7 @@ def _left_out(ran: Sequence[grid.Point], workload: GeneratedWorkload) -> list[st
 
 def _plot(args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[grid.Point]) -> None:
     """Draw the metric asked for; else the one of the first constraint in a capacity search, else the latency."""
-    usual = summary.METRIC if sweep.capacity is None else Constraint.parse(sweep.constraints[0]).metric
-    metric = args.metric or usual
+    metric = _plotted(args, sweep)
     try:
         drawn = summary.plot(sweep, ran, metric, args.plot or args.dir / "plot.png")
     except ImportError as error:
@@ -103,6 +105,46 @@ def _plot(args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[grid.Point])
         return
     if not drawn and (args.metric or args.plot):
         print(f"no plot: no axis of numbers, or no run has the metric {metric}", file=sys.stderr)
+
+
+def _plotted(args: argparse.Namespace, sweep: SweepSpec) -> str:
+    usual = summary.METRIC if sweep.capacity is None else Constraint.parse(sweep.constraints[0]).metric
+    return args.metric or usual
+
+
+def _page(
+    args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[grid.Point], made: results.Result, left_out: Sequence[str]
+) -> Page:
+    rows, metric = summary.rows_of(sweep, ran), _plotted(args, sweep)
+
+    def draw(path: Path) -> None:
+        if not summary.plot(sweep, ran, metric, path):
+            raise ValueError(f"no axis of numbers, or no run has the metric {metric}")
+
+    chart = Chart(
+        caption=f"{metric} by the first axis of numbers; the mean of repeats",
+        alt=f"Lines of {metric}, one for each combination of the other axes in the table below", draw=draw,
+    )  # fmt: skip
+    return Page(
+        title=f"Sweep of {', '.join(sweep.axes) or 'the capacity'} on {made.workload.name}",
+        verdicts=[*_verdicts(sweep, rows)],
+        sections=[Section(title="Every combination", charts=[chart], table=summary.table(rows))],
+        left_out=left_out, command=made.command, facts=page.facts_of(made),
+    )  # fmt: skip
+
+
+def _verdicts(sweep: SweepSpec, rows: Sequence[summary.Row]) -> Iterator[Verdict]:
+    """What each combination carries, or how many keep to the constraints."""
+    if sweep.capacity is not None:
+        for row in rows:
+            name = ", ".join(f"{path}={row.plain[path]}" for path in sweep.axes) or sweep.base.engine.system
+            rate = row.plain.get(summary.CAPACITY)
+            told = f"{name}: {row.plain['found']}" if rate is None else f"{name}: carries {rate:.4g} requests/s"
+            yield Verdict(text=told, kind="missed" if rate is None else "met")
+    elif sweep.constraints:
+        met = sum(row.plain["meets"] for row in rows)
+        text = f"{met} of {len(rows)} combinations keep to {', '.join(sweep.constraints)}"
+        yield Verdict(text=text, kind="met" if met else "missed")
 
 
 def _metrics(sweep: SweepSpec, rows: Sequence[summary.Row], num_points: int) -> dict[str, float]:
@@ -194,7 +236,7 @@ def _parser() -> Parser:
     where.add_argument("--metric", metavar="NAME", help="metric to plot")
     spec_flags.add_arguments(parser)
     common_flags.add(
-        parser, "json", "quiet", jobs="processes (default: 1); with --ray, most runs at a time",
+        parser, "json", "quiet", "html", jobs="processes (default: 1); with --ray, most runs at a time",
         plot="plot, .png or .svg (default: plot.png in --dir)",
     )  # fmt: skip
     parser.set_defaults(jobs=None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.experiments.experiment import Experiment, Findings, served
+from vllm_ext.report.page import Chart, Page, Section, Verdict, facts_of
 from vllm_ext.report.provenance import measured_at
 from vllm_ext.report.results import Result, Workload
 from vllm_ext.report.table import Table
@@ -48,6 +49,31 @@ def tables(experiment: Experiment, findings: Findings) -> list[object]:
         Table(_HEADER, [_row(claim.as_dict()) for claim in findings.claims]),
         "\n".join(["\nnot as in the paper:", *(f"- {line}" for line in experiment.differences), ""]),
     ]
+
+
+def page(experiment: Experiment, findings: Findings, made: Result) -> Page:
+    """Return what `tables` has and the figures, as a page."""
+    verdicts = [
+        Verdict(text=f"{one.name}: {one.value:.4g}, wanted {one.op} {one.goal:g}{one.note and f' ({one.note})'}",
+                kind="met" if one.met else "missed")
+        for one in made.claims
+    ]  # fmt: skip
+    charts = [
+        Chart(caption=f"{experiment.id}{plot.suffix}", draw=plot.draw,
+              alt=f"{experiment.title}: figure {experiment.id}{plot.suffix}, of the values in the tables below")
+        for plot in findings.plots
+    ]  # fmt: skip
+    sections = [Section(title="Figures", charts=charts)] if charts else []
+    sections += [Section(title=table.title or f"Table {at}", table=replace(table, title=""))
+                 for at, table in enumerate(findings.tables, start=1)]  # fmt: skip
+    if experiment.paper:
+        compared = Table(_HEADER, [_row(one.as_dict()) for one in made.claims])
+        sections.insert(0, Section(title=f"Beside {experiment.paper}", table=compared))
+        sections.append(Section(title="Not as in the paper", text="\n".join(experiment.differences)))
+    return Page(
+        title=f"{experiment.id}: {experiment.title}", verdicts=verdicts, sections=sections, command=made.command,
+        facts=facts_of(made),
+    )  # fmt: skip
 
 
 _SEE = "see the differences"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -62,6 +63,14 @@ def output_file(*endings: str) -> Callable[[str], Path]:
     return file
 
 
+def html_file(text: str) -> Path:
+    """Return the file of a page, refused before the work if it can't be written, or nothing is there to make it."""
+    for module in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(module) is None:
+            raise argparse.ArgumentTypeError(f"{text}: needs {module}: pip install 'vllm-ext[bench]'")
+    return output_file(".html")(text)
+
+
 def output_folder(text: str) -> Path:
     """Return the folder that a flag names; refused if it can't be written to, or made."""
     path = result_path(text)  # nor if it holds results of sources that are not committed
@@ -75,6 +84,7 @@ def _flags() -> dict[str, dict[str, Any]]:
     return {
         "out": {"type": output_file(), "metavar": "FILE", "help": "also write the JSON result to FILE"},
         "plot": {"type": output_file(".png", ".svg"), "metavar": "FILE"},
+        "html": {"type": html_file, "metavar": "FILE", "help": "write the result as one page to look at, .html"},
         "json": {"action": "store_true", "help": "print the result as JSON to a terminal too; a pipe gets it anyway"},
         "quiet": {"action": "store_true", "help": "no progress and no table"},
         "quick": {"action": "store_true", "help": "the same measurement on less data, below a minute"},

@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#5E3C99")
 """Okabe and Ito's colours for the colour-blind; two darker ones in place of yellow and black, which is vLLM's."""
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_DASHES: dict[str, Any] = {
+    "s": "--", "^": "-.", "D": ":", "v": (0, (8, 2)), "P": (0, (4, 1, 1, 1, 1, 1)), "X": (0, (2, 1)),
+    "*": (0, (6, 1, 2, 1)),
+}  # fmt: skip
 
 
 class Style(NamedTuple):
@@ -16,6 +20,11 @@ class Style(NamedTuple):
 
     colour: str
     marker: str
+
+    @property
+    def dash(self) -> Any:
+        """Line style, one for each marker, for lines without markers."""
+        return _DASHES.get(self.marker, "-")
 
 
 _FIXED = {
@@ -59,8 +68,9 @@ RC: dict[Any, Any] = {
 def styles(labels: Sequence[str]) -> dict[str, Style]:
     """Give each label its colour and marker; the order of the labels does not matter.
 
-    A name keeps its style from figure to figure, unless another name of the figure has the same colour: then the one
-    that comes later in the alphabet takes the next free one. Beyond eight systems colours repeat with other markers.
+    A name keeps its style from figure to figure, unless another name of the figure has the same colour or marker: then
+    the one that comes later in the alphabet takes the next free one. Beyond eight systems colours repeat with other
+    markers.
     """
     found = {label: _FIXED[label] for label in labels if label in _FIXED}
     taken = {style.colour for style in found.values()}
@@ -68,8 +78,8 @@ def styles(labels: Sequence[str]) -> dict[str, Style]:
         seed = zlib.crc32(label.encode())
         colours = [_COLOURS[(seed + step) % len(_COLOURS)] for step in range(len(_COLOURS))]
         colour = next((colour for colour in colours if colour not in taken), colours[0])
-        used = {style.marker for style in found.values() if style.colour == colour}
+        used = {(style.colour == colour, style.marker) for style in found.values()}
         markers = [_MARKERS[(seed // len(_COLOURS) + step) % len(_MARKERS)] for step in range(len(_MARKERS))]
-        found[label] = Style(colour, next((marker for marker in markers if marker not in used), markers[0]))
+        found[label] = Style(colour, min(markers, key=lambda one: ((True, one) in used, (False, one) in used)))
         taken.add(colour)
     return found

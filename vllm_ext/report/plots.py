@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from vllm_ext.files import replaced
 from vllm_ext.report.plot_style import RC, Style, styles
@@ -26,6 +28,9 @@ _BAR, _LETTER = 0.55, 0.085
 """Widths of a bar and of a letter of a tick's label, in inches."""
 _INSIDE = 4
 """More legend entries than this go beside the axes."""
+_NARROW: ContextVar[bool] = ContextVar("_NARROW", default=False)
+_ENTRY, _SHORT = 0.19, 24
+"""Height of a legend's line in inches, and length of labels of which two fit side by side in a narrow figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +42,16 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     """As many as x; NaN or infinite where there is no value."""
+    low: Sequence[float] = ()
+    """Lower edge of a band around y, as many as x; empty: no band."""
+    high: Sequence[float] = ()
+    """Upper edge."""
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
             raise ValueError(f"y of {self.label}: {len(self.y)} values for {len(self.x)} of x")
+        if len(self.low) != len(self.high) or len(self.low) not in (0, len(self.x)):
+            raise ValueError(f"band of {self.label}: {len(self.low)} and {len(self.high)} for {len(self.x)} of x")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +62,42 @@ class Panel:
     series: Sequence[Series]
 
 
-def empirical_cdf(label: str, values: Sequence[float], *, points: int = 1000) -> Series:
+def empirical_cdf(label: str, values: ArrayLike, *, points: int = 1000, parts: Sequence[ArrayLike] = ()) -> Series:
     """Return the fraction of values up to each, thinned to at most ``points``; values that are not finite are left out.
+
+    Args:
+        label: Of the line.
+        values: In any order.
+        points: Most that are kept.
+        parts: The same measure by run, or by part of the run: the band spans their distributions. Empty ones are left
+            out.
 
     Raises:
         ValueError: no value is finite.
     """
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    ordered = ordered[np.isfinite(ordered)]
+    ordered, *others = (_finite(some) for some in (values, *parts))
     if not len(ordered):
         raise ValueError(f"values of {label}: at least one finite value is needed")
     ranks = np.unique(np.linspace(len(ordered), 1, min(points, len(ordered))).round().astype(int))
-    return Series(label=label, x=ordered[ranks - 1].tolist(), y=(ranks / len(ordered)).tolist())
+    x = ordered[ranks - 1]
+    beside = [np.searchsorted(part, x, side="right") / len(part) for part in others if len(part)]
+    low, high = (edge(beside, axis=0).tolist() if beside else [] for edge in (np.min, np.max))
+    return Series(label=label, x=x.tolist(), y=(ranks / len(ordered)).tolist(), low=low, high=high)
+
+
+def _finite(values: ArrayLike) -> NDArray[np.float64]:
+    found = np.asarray(values, dtype=np.float64)
+    return np.sort(found[np.isfinite(found)])
+
+
+@contextmanager
+def narrow() -> Iterator[None]:
+    """Draw narrower figures, with legends below, while the block lasts: their text is legible on a phone."""
+    token = _NARROW.set(True)
+    try:
+        yield
+    finally:
+        _NARROW.reset(token)
 
 
 def lines(
@@ -100,6 +135,7 @@ def lines(
         for one, style in _styled(series):
             x, y = _points(one, y_max)
             axes.plot(x, y, label=one.label, color=style.colour, marker=style.marker, clip_on=True)
+            _band(axes, one, style)
         if limit is not None:
             axes.axhline(limit, color="0.35", linestyle="--", linewidth=1.0, label=limit_label)
         _finish(axes, xlabel, ylabel, title, log_x=log_x, log_y=log_y)
@@ -122,7 +158,8 @@ def cdf(series: Sequence[Series], path: Path, *, xlabel: str, title: str = "", l
     _refuse_nothing(series)
     with _figure(path, width=6.4) as (figure, axes):
         for one, style in _styled(series):
-            axes.step(one.x, one.y, where="post", label=one.label, color=style.colour)
+            axes.step(one.x, one.y, where="post", label=one.label, color=style.colour, linestyle=style.dash)
+            _band(axes, one, style, step="post")
         _finish(axes, xlabel, "fraction", title, log_x=log_x)
         axes.set_ylim(0, 1.02)
         _legend(figure, axes)
@@ -132,7 +169,9 @@ def over_time(panels: Sequence[Panel], path: Path, *, title: str = "", xlabel: s
     """Draw quantities over time, one below the other: KV cache used, running, waiting; raises as `lines`."""
     with _stacked(panels, path, xlabel, title) as pairs:
         for axes, one, style in pairs:
-            axes.step(one.x, one.y, where="post", label=one.label, color=style.colour, linewidth=1.2)
+            look = {"color": style.colour, "linestyle": style.dash, "linewidth": 1.2}
+            axes.step(one.x, one.y, where="post", label=one.label, **look)
+        for axes, _, _ in pairs:  # once all are drawn, as it fixes the top too
             axes.set_ylim(bottom=0)
 
 
@@ -228,6 +267,12 @@ def _styled(series: Sequence[Series]) -> Iterator[tuple[Series, Style]]:
         yield one, names[one.label]
 
 
+def _band(axes: Axes, series: Series, style: Style, step: Literal["post"] | None = None) -> None:
+    if series.low:
+        x, low, high = zip(*sorted(zip(series.x, series.low, series.high, strict=True)), strict=True)
+        axes.fill_between(x, low, high, color=style.colour, alpha=0.15, linewidth=0, step=step)
+
+
 def _points(series: Series, y_max: float | None) -> tuple[list[float], list[float]]:
     """Finite points by x, up to and with the first above ``y_max``."""
     x, y = [], []
@@ -254,7 +299,8 @@ def _figure(path: Path, *, width: float, height: float = 3.8, rows: int = 1) -> 
     except ImportError as error:
         raise ImportError("figures need matplotlib: pip install 'vllm-ext[bench]'") from error
     with rc_context(RC):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        size = (0.75 * width, 0.85 * height) if _NARROW.get() else (width, height)
+        figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure, figure.subplots(rows, 1, sharex=True)
         with replaced(path) as file:
@@ -268,15 +314,35 @@ def _finish(axes: Axes, xlabel: str, ylabel: str, title: str, *, log_x: bool = F
     for log, name in ((log_x, "x"), (log_y, "y")):
         if log:
             getattr(axes, f"set_{name}scale")("log")
+            _plain_numbers(getattr(axes, f"{name}axis"))
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Label a logarithmic axis with 10, 20, 100 in place of powers, whose labels run into each other."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    axis.set_major_formatter(Plain())
+    axis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
 
 
 def _legend(figure: Any, *all_axes: Axes, beside: bool = False) -> None:
-    """List every label once: inside the axes, or beside them where there are many or it is asked for."""
+    """List every label once: inside the axes, or beside them where there are many or it is asked for.
+
+    A narrow figure has it below, and grows by it.
+    """
     entries: dict[str, Any] = {}
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    if beside or len(entries) > _INSIDE:
+    if _NARROW.get():
+        columns = 2 if max(map(len, entries)) < _SHORT else 1
+        figure.set_figheight(figure.get_figheight() + _ENTRY * math.ceil(len(entries) / columns))
+        figure.legend(list(entries.values()), list(entries), loc="outside lower left", ncols=columns)
+    elif beside or len(entries) > _INSIDE:
         figure.legend(list(entries.values()), list(entries), loc="outside right upper")
     else:
         all_axes[0].legend(list(entries.values()), list(entries), loc="best")

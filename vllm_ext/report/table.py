@@ -25,7 +25,7 @@ class Table:
 
     def __str__(self) -> str:
         """Return plain text: columns of numbers to the right, others to the left."""
-        cells = self._cells()
+        cells = self.cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         right = [all(isinstance(value, int | float | None) for value in column) for column in self._columns()]
         lines = [
@@ -37,11 +37,12 @@ class Table:
 
     def markdown(self) -> str:
         """Return Markdown; every line ends in a newline."""
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in self._cells()]
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in self.cells()]
         first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in rows)
         return "".join([first, "|" + "---|" * len(self.header) + "\n", *others])
 
-    def _cells(self) -> list[list[str]]:
+    def cells(self) -> list[list[str]]:
+        """Return the header and the rows as texts."""
         return [list(self.header), *([_cell(value) for value in row] for row in self.rows)]
 
     def _columns(self) -> list[list[object]]:
