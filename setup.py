@@ -16,5 +16,8 @@ for folder in ("kernels", "patches"):
 setup(
     packages=packages,
     package_dir=package_dir,
-    package_data={"": ["*.cpp", "*.h"], "vllm_ext": ["py.typed", "cli/*.txt", "hooks/verified/*.json", "report/*.html"]},
+    package_data={
+        "": ["*.cpp", "*.h"],
+        "vllm_ext": ["py.typed", "cli/*.txt", "hooks/verified/*.json", "report/*.html"],
+    },
 )
