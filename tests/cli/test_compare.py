@@ -28,8 +28,8 @@ def test_a_faster_server_is_named_with_its_flags(
     backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend.slower["alise"] = 0.7
-    out = tmp_path / "compare.json"
-    assert run(tmp_path, "--out", str(out), "--", "--max-model-len", "2048") == 0
+    out, html = tmp_path / "compare.json", tmp_path / "compare.html"
+    assert run(tmp_path, "--out", str(out), "--html", str(html), "--", "--max-model-len", "2048") == 0
     said = capsys.readouterr().err.splitlines()
     line = next(one for one in said if one.startswith("alise at 0.9"))
     assert "mean e2e better:" in line
@@ -38,6 +38,10 @@ def test_a_faster_server_is_named_with_its_flags(
     assert result["config"]["servers"]["upstream, again"] == []
     assert result["config"]["flags_of_all"] == ["--max-model-len", "2048"]
     assert result["command"].endswith("-- --max-model-len 2048")
+    page = html.read_text(encoding="utf-8")
+    assert page.count("<svg") == 5
+    assert "Not drawn" not in page
+    assert "alise at 0.9" in page
     verdicts = {one["measure"]: one["kind"] for one in result["config"]["verdicts"]}
     assert verdicts["mean e2e"] == "better"
     assert result["baselines"]["upstream"]["load_0.9.mean e2e"] > result["metrics"]["load_0.9.mean e2e"]

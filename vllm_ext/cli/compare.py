@@ -9,17 +9,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need
-from vllm_ext.compare.observed import MEAN, P99, Observed, measured
+from vllm_ext.compare.observed import Observed, measured
 from vllm_ext.compare.rounds import Asked, Cells, Found, NoAnswer, compare
 from vllm_ext.compare.servers import Backend, Clocked, Here, Row, There
-from vllm_ext.compare.verdict import Verdict, who_pays
+from vllm_ext.compare.shown import Shown
 from vllm_ext.envs import cache_dir
 from vllm_ext.report import common_flags, results
-from vllm_ext.report.table import Table
+from vllm_ext.report.page import write
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.spec import parse
 from vllm_ext.simulation.workloads.build import build
@@ -70,12 +68,14 @@ def _compare(args: argparse.Namespace) -> int:
         incomplete, found.stopped = True, "interrupted; the same command goes on with the rest"
     if not found.runs:
         raise Failed(found.stopped)
-    verdicts = list(found.verdicts(asked))
-    tables = [_table(found, asked), "", *_words(found, asked, verdicts, args)]
-    results.emit(_result(args, asked, found, verdicts), tables, args.out, as_json=args.json)
-    if incomplete or found.failed or not verdicts:
+    shown = Shown(asked, found, list(found.verdicts(asked)), list(_notes(args, found)))
+    made = _result(args, shown)
+    results.emit(made, [shown.table(), "", *shown.words()], args.out, as_json=args.json)
+    if args.html is not None:
+        write(shown.page(made), args.html)
+    if incomplete or found.failed or not shown.verdicts:
         return FAILED
-    return 0 if any(_is_better(verdicts, row.name, bool(workload.tiers)) for row in rows[2:]) else _NOT_ONE
+    return 0 if any(shown.is_better(row.name) for row in rows[2:]) else _NOT_ONE
 
 
 def _rows(args: argparse.Namespace) -> list[Row]:
@@ -137,67 +137,12 @@ def _backend(args: argparse.Namespace, folder: Path) -> Backend:
     return Clocked(args.model, args.passed, folder, hardware, parse(CostSpec, cost), args.step_noise)
 
 
-def _table(found: Found, asked: Asked) -> Table:
-    rows = []
-    for load in asked.loads:
-        for row in asked.rows:
-            if runs := [*found.runs.get((row.name, load), {}).values()]:
-                joined = Observed.joined(runs)
-                values = measured(joined)
-                rows.append([load, row.name, len(runs), joined.failed, *(values.get(name) for name in _shown(asked))])
-    columns = ["load", "server", "repeats", "failed", *_shown(asked)]
-    return Table(columns, rows, title=f"load 1 is {found.rate_per_s:.4g} requests/s; latencies in seconds")
-
-
-def _shown(asked: Asked) -> list[str]:
-    names = [MEAN, P99, "mean TTFT", "P90 TTFT", "P99 longest gap", "mean normalised"]
-    return [*names, "on time", "goodput"] if asked.workload.tiers else names
-
-
-def _words(found: Found, asked: Asked, verdicts: Sequence[Verdict], args: argparse.Namespace) -> Iterator[str]:
+def _notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
+    others = max(found.foreign_cores.values(), default=0.0)
     if args.clock == "engine":
         yield f"by the engine's clock: {_costs(args)}; tokens are computed, how long a step takes is said by the model"
-    for row in asked.rows[2:]:
-        for load in asked.loads:
-            mine = [one for one in verdicts if (one.server, one.load) == (row.name, load)]
-            if mine:
-                rate = load * found.rate_per_s
-                yield f"{row.name} at {load:g} ({rate:.3g} requests/s): {_said(mine)}"
-                repeats, (ours, base, _) = found.pairs(row.name, asked, load)
-                for line in who_pays(ours, base, _classes(found, load, repeats)):
-                    yield f"  who pays: {line}"
-        flags = found.flags.get(row.name, row.flags)
-        if flags and _is_better(verdicts, row.name, bool(asked.workload.tiers)):
-            yield f"  set these flags: {shlex.join(flags)}"
-    if args.clock == "wall" and not args.url and (others := max(found.foreign_cores.values(), default=0.0)) > _QUIET:
+    elif not args.url and others > _QUIET:
         yield f"others kept up to {others:.1f} cores busy during a run: repeat it where nobody else computes"
-    for name, why in found.failed.items():
-        yield f"{name} failed: {why.splitlines()[0]}"
-    yield f"stopped: {found.stopped}"
-
-
-def _said(verdicts: Sequence[Verdict]) -> str:
-    differing = [one for one in verdicts if one.kind != "same"]
-    if not differing:
-        mean = next(one for one in verdicts if one.measure == MEAN)
-        return f"no difference seen; {MEAN} {mean.ratio} times better, the same server twice {mean.noise}"
-    return "; ".join(f"{one.measure} {one.kind}: {one.ratio} times better (the same server twice: {one.noise})"
-                     for one in differing)  # fmt: skip
-
-
-def _classes(found: Found, load: float, repeats: Sequence[int]) -> dict[str, list[np.ndarray]]:
-    """Rows of each class of service, run by run."""
-    names = {one.tier for repeat in repeats for one in found.offered[load, repeat] if one.tier}
-    return {f"class {name}": [np.array([one.tier == name for one in found.offered[load, repeat]])
-                              for repeat in repeats] for name in sorted(names)} if len(names) > 1 else {}  # fmt: skip
-
-
-def _is_better(verdicts: Sequence[Verdict], server: str, with_slo: bool) -> bool:
-    """Whether a server is better at a load by what is wanted, and at none worse by that or by the tail."""
-    wanted = "on time" if with_slo else MEAN
-    kinds = [one.kind for one in verdicts if one.server == server and one.measure in (wanted, P99)]
-    gains = [one.kind for one in verdicts if one.server == server and one.measure == wanted]
-    return "better" in gains and "worse" not in kinds
 
 
 def _costs(args: argparse.Namespace) -> str:
@@ -206,9 +151,8 @@ def _costs(args: argparse.Namespace) -> str:
     return f"steps of {hardware.model} on {hardware.device}" + (f", fitted to {Path(file).name}" if file else "")
 
 
-def _result(
-    args: argparse.Namespace, asked: Asked, found: Found, verdicts: Sequence[Verdict]
-) -> results.Result:  # fmt: skip
+def _result(args: argparse.Namespace, shown: Shown) -> results.Result:
+    asked, found = shown.asked, shown.found
     flat: dict[str, dict[str, float]] = {}
     for (name, load), runs in found.runs.items():
         values = measured(Observed.joined([*runs.values()]))
@@ -224,7 +168,7 @@ def _result(
         "verdicts": [
             {"server": one.server, "load": one.load, "measure": one.measure, "kind": one.kind,
              "times_better": str(one.ratio), "a_a_pair": str(one.noise)}
-            for one in verdicts if math.isfinite(one.ratio.value)
+            for one in shown.verdicts if math.isfinite(one.ratio.value)
         ],
     }  # fmt: skip
     return results.Result(
@@ -318,5 +262,5 @@ def _parser(passed: list[str]) -> Parser:
     clock.add_argument("--step-noise", type=_share, default=0.05, metavar="SHARE",
                        help="how far steps are off what the model says, at random (default: 0.05)")  # fmt: skip
     clock.add_argument("--profile", dest=f"{_COST}file", metavar="FILE", help="of `vllm-ext profile`")
-    common_flags.add(parser, "out", "json")
+    common_flags.add(parser, "out", "json", "html")
     return parser

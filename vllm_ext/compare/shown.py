@@ -1,0 +1,189 @@
+"""What people read of a comparison: a table, verdicts in words, and a page with charts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_ext.compare.observed import MEAN, P99, Observed, measured
+from vllm_ext.compare.rounds import Asked, Found
+from vllm_ext.compare.verdict import Verdict, who_pays
+from vllm_ext.report import page, plots
+from vllm_ext.report.results import Result
+from vllm_ext.report.table import Table
+
+_COLUMNS = (MEAN, P99, "mean TTFT", "P90 TTFT", "P99 longest gap", "mean normalised")
+_OF_OBJECTIVES = ("on time", "goodput")
+_SPREAD = {
+    "ttft_s": "time to first token",
+    "e2e_s": "end-to-end latency",
+    "longest_gap_s": "longest gap between tokens",
+}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A comparison to be read."""
+
+    asked: Asked
+    found: Found
+    verdicts: Sequence[Verdict]
+    notes: Sequence[str] = ()
+    """What else must be known: the clock, others on the machine."""
+
+    @property
+    def wanted(self) -> str:
+        """The measure that decides."""
+        return "on time" if self.asked.workload.tiers else MEAN
+
+    def is_better(self, server: str) -> bool:
+        """Whether a server is better at a load by what is wanted, and at none worse by that or by the tail."""
+        mine = [one for one in self.verdicts if one.server == server]
+        kinds = [one.kind for one in mine if one.measure in (self.wanted, P99)]
+        return "worse" not in kinds and any(one.kind == "better" for one in mine if one.measure == self.wanted)
+
+    def table(self) -> Table:
+        """Return a row for each server at each load."""
+        columns = [*_COLUMNS, *(_OF_OBJECTIVES if self.asked.workload.tiers else ())]
+        rows = []
+        for load in self.asked.loads:
+            for row in self.asked.rows:
+                if runs := self._runs(row.name, load):
+                    joined = Observed.joined(runs)
+                    values = measured(joined)
+                    rows.append([load, row.name, len(runs), joined.failed, *(values.get(name) for name in columns)])
+        title = f"load 1 is {self.found.rate_per_s:.4g} requests/s; latencies in seconds"
+        return Table(["load", "server", "repeats", "failed", *columns], rows, title=title)
+
+    def words(self) -> Iterator[str]:
+        """Yield what is said of each server, which flags to set, and what failed."""
+        for row in self.asked.rows[2:]:
+            for load in self.asked.loads:
+                if mine := self._of(row.name, load):
+                    yield f"{self._at(row.name, load)}: {_said(mine)}"
+                    yield from (f"  who pays: {line}" for line in self._who_pays(row.name, load))
+            flags = self.found.flags.get(row.name, row.flags)
+            if flags and self.is_better(row.name):
+                yield f"  set these flags: {shlex.join(flags)}"
+        yield from self.notes
+        yield from (f"{name} failed: {why.splitlines()[0]}" for name, why in self.found.failed.items())
+        yield f"stopped: {self.found.stopped}"
+
+    def page(self, made: Result) -> page.Page:
+        """Return it as a page."""
+        verdicts = []
+        for row in self.asked.rows[2:]:
+            for load in self.asked.loads:
+                if mine := self._of(row.name, load):
+                    decides = next((one for one in mine if one.measure == self.wanted), mine[0])
+                    verdicts.append(page.Verdict(text=f"{self._at(row.name, load)}: {_said(mine)}", kind=decides.kind))
+                    paying = self._who_pays(row.name, load)
+                    verdicts += [
+                        page.Verdict(text=f"{self._at(row.name, load)}, {line}", kind="worse") for line in paying
+                    ]
+        names = ", ".join(row.name for row in self.asked.rows)
+        highest = max(self.asked.loads)
+        charts = [
+            page.Chart(
+                caption="Mean end-to-end latency against the rate. Bands: 95 % intervals of the ratio to the baseline",
+                alt=f"Lines of the mean end-to-end latency against the request rate of {names}",
+                draw=lambda path: plots.lines(self._lines(), path, xlabel="request rate (requests/s)",
+                                              ylabel="mean end-to-end latency (s)"),
+            ),
+            *(
+                page.Chart(
+                    caption=f"Distribution of the {what} at {highest:g}. Bands span the repeats",
+                    alt=f"Cumulative distributions of the {what} of {names}",
+                    draw=partial(self._draw_distributions, name, highest),
+                )
+                for name, what in _SPREAD.items()
+            ),
+            page.Chart(
+                caption=f"Requests without a token yet, and with one, in the first repeat at {highest:g}",
+                alt=f"Lines over time of waiting and running requests of {names}",
+                draw=lambda path: plots.over_time(self._over_time(highest), path),
+            ),
+        ]  # fmt: skip
+        failed = [f"{name} failed: {why}" for name, why in self.found.failed.items()]
+        return page.Page(
+            title=f"{' against '.join(row.name for row in self.asked.rows[2:])} and {self.asked.rows[0].name}",
+            verdicts=verdicts, command=made.command, facts=page.facts_of(made),
+            sections=[page.Section(title="Latency", charts=charts[:-1]),
+                      page.Section(title="Over time", charts=charts[-1:]),
+                      page.Section(title="Every server at every load", table=self.table())],
+            left_out=[*failed, *self.notes, f"stopped: {self.found.stopped}"],
+        )  # fmt: skip
+
+    def _runs(self, server: str, load: float) -> list[Observed]:
+        return [*self.found.runs.get((server, load), {}).values()]
+
+    def _of(self, server: str, load: float) -> list[Verdict]:
+        return [one for one in self.verdicts if (one.server, one.load) == (server, load)]
+
+    def _at(self, server: str, load: float) -> str:
+        return f"{server} at {load:g} ({load * self.found.rate_per_s:.3g} requests/s)"
+
+    def _who_pays(self, server: str, load: float) -> list[str]:
+        repeats, (ours, base, _) = self.found.pairs(server, self.asked, load)
+        offered = [self.found.offered[load, repeat] for repeat in repeats]
+        names = sorted({one.tier for requests in offered for one in requests if one.tier})
+        classes = {
+            f"class {name}": [np.array([one.tier == name for one in requests]) for requests in offered]
+            for name in (names if len(names) > 1 else [])
+        }
+        return [*who_pays(ours, base, classes)]
+
+    def _lines(self) -> list[plots.Series]:
+        series = []
+        for row in self.asked.rows:
+            means = {load: measured(Observed.joined(runs)).get(MEAN, float("nan"))
+                     for load in self.asked.loads if (runs := self._runs(row.name, load))}  # fmt: skip
+            over = {one.load: one.ratio for one in self.verdicts if (one.server, one.measure) == (row.name, MEAN)}
+            banded = means and all(load in over for load in means)
+            series.append(plots.Series(
+                label=row.name, x=[load * self.found.rate_per_s for load in means], y=[*means.values()],
+                low=[mean * over[load].value / over[load].high for load, mean in means.items()] if banded else (),
+                high=[mean * over[load].value / over[load].low for load, mean in means.items()] if banded else (),
+            ))  # fmt: skip
+        return series
+
+    def _draw_distributions(self, name: str, load: float, path: Path) -> None:
+        curves = [
+            plots.empirical_cdf(row.name, np.concatenate(parts), parts=parts)
+            for row in self.asked.rows
+            if (parts := [getattr(run, name) for run in self._runs(row.name, load)])
+        ]
+        plots.cdf(curves, path, xlabel=f"{_SPREAD[name]} (s)", log_x=True)
+
+    def _over_time(self, load: float) -> list[plots.Panel]:
+        waiting, running = [], []
+        for row in self.asked.rows:
+            if runs := self._runs(row.name, load):
+                one = runs[0][~np.isnan(runs[0].e2e_s)]
+                first, last = one.arrival_s + one.ttft_s, one.arrival_s + one.e2e_s
+                waiting.append(_count(row.name, one.arrival_s, first))
+                running.append(_count(row.name, first, last))
+        return [plots.Panel(ylabel="no token yet", series=waiting), plots.Panel(ylabel="running", series=running)]
+
+
+def _count(label: str, starts: Any, ends: Any) -> plots.Series:
+    """Return how many intervals hold each moment at which one begins or ends."""
+    times = np.concatenate([starts, ends])
+    order = np.argsort(times, kind="stable")
+    steps = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
+    return plots.Series(label=label, x=times[order].tolist(), y=np.cumsum(steps[order]).tolist())
+
+
+def _said(verdicts: Sequence[Verdict]) -> str:
+    differing = [one for one in verdicts if one.kind != "same"]
+    if not differing:
+        mean = next(one for one in verdicts if one.measure == MEAN)
+        return f"no difference seen; {MEAN} {mean.ratio} times better, the same server twice {mean.noise}"
+    return "; ".join(f"{one.measure} {one.kind}: {one.ratio} times better (the same server twice: {one.noise})"
+                     for one in differing)  # fmt: skip
