@@ -28,7 +28,16 @@ def tuning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def servers(tuning: ModuleType) -> Any:
-    names = (tuning.AGAIN, tuning.TUNED, tuning.ALISE, tuning.ALISE_TUNED, tuning.OURS, tuning.TAIL, tuning.ORACLE)
+    names = (
+        tuning.AGAIN,
+        tuning.TUNED,
+        tuning.ALISE,
+        tuning.ALISE_TUNED,
+        tuning.OURS,
+        tuning.SAME_FLAGS,
+        tuning.TAIL,
+        tuning.ORACLE,
+    )
     return tuning.Servers(4.0, {tuning.VLLM: DEFAULT, **{name: Candidate(tokens=256) for name in names}})
 
 
