@@ -169,53 +169,9 @@ def papers(root: Path) -> str:
     return Table(["figure", "claim", "paper", "ours", "reached"], rows).markdown()
 
 
-_ORDERING = {"mean e2e": "ratio", "P99 e2e": "ratio", "mean normalised": "ratio", "P90 TTFT": "ratio",
-             "longest gap": "ratio", "share on time": "points"}  # fmt: skip
-"""Measures of ordering.py that pages show, and how each is compared."""
-_ORDERING_HEADER = [f"{name}, points" if kind == "points" else name for name, kind in _ORDERING.items()]
-
-
-def default_budget(name: str) -> str:
-    """Return what results call vLLM with a watermark and its default budget as it is called where users read it."""
-    for written, meant in {"upstream tuned": "vLLM", "x tuned": "x vLLM", "than tuned": "than vLLM"}.items():
-        name = name.replace(written, meant)
-    return "vLLM, no watermark" if name == "upstream" else name
-
-
-def _ordering_cells(found: Mapping[str, float], at: str) -> list[str]:
-    return [
-        f"{found[f'{at}.{measure}.{kind}']:{'+.0f' if kind == 'points' else '.2f'}}"
-        for measure, kind in _ORDERING.items()
-    ]
-
-
-def ordering(root: Path, name: str) -> str:
-    """Geometric means over the workloads, vLLM's over the system's, by load."""
-    result = Result(root, name)
-    loads = sorted(result.setting("loads"))
-    rows = []
-    for system in result.setting("systems")[1:]:
-        found = result.data["baselines"].get(system, result.metrics)
-        by_load = [_ordering_cells(found, f"all.{load:g}") for load in loads]
-        rows.append([default_budget(system), *(" / ".join(cells) for cells in zip(*by_load, strict=True))])
-    return Table([f"at load {' / '.join(f'{load:g}' for load in loads)}", *_ORDERING_HEADER], rows).markdown()
-
-
-def workloads(root: Path, name: str) -> str:
-    """Each workload at each of its loads: vLLM's over the system's, with the interval of the mean latency."""
-    result, mean, rows = Result(root, name), ".mean e2e.ratio", []
-    for at in (key.removesuffix(mean) for key in result.metrics if key.endswith(mean) and not key.startswith("all.")):
-        for system in result.setting("systems")[1:]:
-            found = result.data["baselines"].get(system, result.metrics)
-            first, *others = _ordering_cells(found, at)
-            first += f" ({found[f'{at}.mean e2e.low']:.2f} to {found[f'{at}.mean e2e.high']:.2f})"
-            rows.append([at.replace(".", " at ", 1), default_budget(system), first, *others])
-    return Table(["", "", *_ORDERING_HEADER], rows).markdown()
-
-
 def claims(of: Iterable[Mapping[str, Any]]) -> str:
     """Goals as they were set, and what came of each."""
-    rows = [(f"`{default_budget(one['name'])}`", f"{one['op']} {one['goal']:g}", f"{one['value']:.4g}",
+    rows = [(f"`{one['name']}`", f"{one['op']} {one['goal']:g}", f"{one['value']:.4g}",
              "met" if one["met"] else "**missed**") for one in of]  # fmt: skip
     return Table(["metric", "goal", "measured", ""], rows).markdown()
 
@@ -231,10 +187,30 @@ def public(root: Path, name: str) -> str:
     return Table(["", "published", "simulated", "simulated over published"], rows).markdown()
 
 
-def kept(root: Path, name: str) -> str:
-    """Return the table that a result keeps as its rows."""
+def kept(root: Path, name: str, title: str = "") -> str:
+    """Return the table that a result keeps as its rows, or the one of that title."""
     result = Result(root, name)
-    return Table(result.setting("columns"), result.setting("rows")).markdown()
+    header, *rows = result.setting("tables")[title] if title else (result.setting("columns"), *result.setting("rows"))
+    return Table(header, rows).markdown()
+
+
+def engine_clock(root: Path) -> str:
+    """Seconds of the engine and of the simulator for the same requests, and vLLM's over each system's on the engine."""
+    result, rows = Result(root, "engine_clock.json"), []
+    for load in result.setting("loads"):
+        for name in result.setting("rows"):
+            found = result.data["baselines"].get(name, result.metrics)
+            cells = [f"{load:g}", name]
+            for measure in ("mean e2e", "P99 e2e"):
+                cells += [f"{found[f'load_{load:g}.{who}{measure}_s']:.3f}" for who in ("", "simulated ")]
+            for measure in ("mean e2e", "P99 e2e"):
+                at = f"load_{load:g}.{measure}"
+                value, low, high = (found.get(f"{at}.{end}", 1.0) for end in ("ratio", "low", "high"))
+                cells.append(f"{value:.2f} ({low:.2f} to {high:.2f})")
+            rows.append(cells)
+    header = ["load", "", "mean e2e, s: engine", "simulator", "P99 e2e, s: engine", "simulator",
+              "mean, vLLM's over", "P99, vLLM's over"]  # fmt: skip
+    return Table(header, rows).markdown()
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
@@ -249,10 +225,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "ablation": ablation,
     "step-cost": step_cost,
     "papers": papers,
-    "ordering-long": partial(workloads, name="ordering_long.json"),
-    "ordering-more": partial(workloads, name="ordering_more.json"),
-    "ordering-alpaca": partial(ordering, name="ordering_alpaca.json"),
-    "ordering-predicted": partial(ordering, name="ordering_predicted.json"),
+    "tuning-papers": partial(kept, name="tuning.json", title="papers' models on A100"),
+    "tuning-modern": partial(kept, name="tuning.json", title="8B and 70B on H100"),
+    "tuning-lengths": partial(kept, name="tuning.json", title="lengths"),
+    "engine-clock": engine_clock,
     "plan-held-out": partial(kept, name="plan_held_out.json"),
     **{f"public-{name}": partial(public, name=name) for name in _PUBLIC},
 }  # fmt: skip
