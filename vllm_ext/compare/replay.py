@@ -78,9 +78,12 @@ def _body(request: SimRequest, forced: bool) -> dict[str, Any]:
 
 def observed(found: Mapping[str, Any], requests: Sequence[SimRequest]) -> Observed:
     """Return a run of which `sent` is told, with the requests' own objectives."""
-    late = np.asarray(found["queue_times"], float)  # the client's own delay, which the user would see too
+    nothing = [0.0] * len(requests)
+    late = np.asarray(found.get("queue_times", nothing), float)  # the client's own delay, which a user would see too
     failed = np.asarray([bool(error) for error in found["errors"]])
-    ttft, e2e = (np.where(failed, np.nan, np.asarray(found[name], float) + late) for name in ("ttfts", "latencies"))
+    first, between = np.asarray(found["ttfts"], float), np.asarray([sum(each) for each in found["itls"]])
+    last = np.asarray(found.get("latencies", first + between), float)
+    ttft, e2e = (np.where(failed, np.nan, seconds + late) for seconds in (first, last))
     gaps = np.asarray([max(each, default=0.0) for each in found["itls"]])
     return Observed(
         arrival_s=np.asarray([one.arrival_s for one in requests]),

@@ -1,0 +1,131 @@
+"""What is sent to a server over HTTP, and that what comes back is read as `vllm bench serve` reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from vllm_ext.compare.replay import observed, prompt_of, sent
+from vllm_ext.compare.servers import served_model
+from vllm_ext.contract.objective import Slo
+from vllm_ext.demo.server import ServerError
+from vllm_ext.simulation.workloads.requests import SimRequest
+
+
+def request(name: str, **changes: Any) -> SimRequest:
+    values = {"req_id": name, "arrival_s": 0.0, "prompt_tokens": 6, "output_tokens": 3, "max_tokens": 40, **changes}
+    return SimRequest(**values)
+
+
+class Endpoint:
+    """A server that answers each request with as many tokens as its hidden length says, else with two."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[str, dict[str, Any]] = {}
+        self.loop = asyncio.new_event_loop()
+        self.ready = threading.Event()
+        self.url = ""
+
+    def run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(self._start())
+        self.ready.set()
+        self.loop.run_forever()
+
+    async def _start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny", "max_model_len": 512}]})
+
+    async def _complete(self, asked: web.Request) -> web.StreamResponse:
+        body = await asked.json()
+        self.bodies[asked.headers["x-request-id"]] = body
+        if body["prompt"] == "refuse":
+            return web.json_response({"error": "no"}, status=400)
+        count = body.get("vllm_xargs", {}).get("bench_output_len", 2)
+        answer = web.StreamResponse()
+        await answer.prepare(asked)
+        for _ in range(count):
+            await answer.write(b"data: " + json.dumps({"choices": [{"text": "so "}]}).encode() + b"\n\n")
+            await asyncio.sleep(0.02)
+        usage = {"choices": [], "usage": {"completion_tokens": count, "prompt_tokens": 6}}
+        await answer.write(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n")
+        return answer
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint()
+    thread = threading.Thread(target=made.run, daemon=True)
+    thread.start()
+    assert made.ready.wait(30)
+    yield made
+    made.loop.call_soon_threadsafe(made.loop.stop)
+    thread.join()
+
+
+def test_lengths_are_hidden_from_schedulers_and_times_are_those_of_vllms_client(endpoint: Endpoint) -> None:
+    late = Slo(ttft_s=1e-9)
+    requests = [
+        request("a", output_tokens=3),
+        request("b", arrival_s=0.05, output_tokens=5, extra_args={"osl": 7}, priority=2, slo=Slo(e2e_s=1e9)),
+        request("c", arrival_s=0.06, output_tokens=4, slo=late),
+        request("d", arrival_s=0.07, prompt="refuse", slo=Slo(e2e_s=1e9)),
+    ]
+    found = sent(endpoint.url, "tiny", requests, forced=True, log=io.StringIO())
+    bodies = endpoint.bodies
+    assert {body["max_tokens"] for body in bodies.values()} == {40}, "the same for all"
+    assert bodies["b"]["vllm_xargs"] == {"osl": 7, "bench_output_len": 5}
+    assert bodies["b"]["priority"] == 2
+    assert "priority" not in bodies["a"]
+    assert all(body["ignore_eos"] for body in bodies.values())
+    assert all(10 <= token < 250 for token in bodies["a"]["prompt"])
+    run = observed(found, requests)
+    assert run.failed == 1
+    answered = ~np.isnan(run.e2e_s)
+    assert run.output_tokens[answered].tolist() == [3, 5, 4]
+    late_s = np.array(found["queue_times"])[answered]
+    assert 1000 * (run.ttft_s[answered] - late_s).mean() == pytest.approx(
+        1000 * np.mean([one for one, error in zip(found["ttfts"], found["errors"], strict=True) if not error])
+    )
+    assert 1000 * (run.e2e_s[answered] - late_s).mean() == pytest.approx(found["mean_e2el_ms"])
+    assert np.isnan(run.on_time[0])
+    assert run.on_time[1:].tolist() == [1.0, 0.0, 0.0], "who has no answer has missed its objective"
+
+
+def test_a_server_that_nobody_forced_gets_no_hidden_length(endpoint: Endpoint) -> None:
+    sent(endpoint.url, "tiny", [request("a", prompt="Hello")], forced=False, log=io.StringIO())
+    body = endpoint.bodies["a"]
+    assert body["prompt"] == "Hello"
+    assert "vllm_xargs" not in body
+    assert not body.get("ignore_eos")
+
+
+def test_prompts_share_what_the_recorded_ones_share() -> None:
+    first, second = (request(name, token_ids=[5, 900, 900, at]) for name, at in (("a", 1), ("b", 2)))
+    assert prompt_of(first)[:3] == prompt_of(second)[:3]
+    assert prompt_of(first) != prompt_of(second)
+    assert prompt_of(request("a")) == prompt_of(request("a")) != prompt_of(request("b"))
+
+
+def test_the_served_model_is_asked_for(endpoint: Endpoint) -> None:
+    assert served_model(endpoint.url) == ("tiny", 512)
+    with pytest.raises(ServerError, match=r"http://127.0.0.1:1/v1/models: "):
+        served_model("http://127.0.0.1:1")
