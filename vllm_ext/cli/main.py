@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "simulate": "serve a workload in virtual time",
         "sweep": "run a grid of simulations, or search capacities",
         "tiny-model": "write a small random model for trying out",
+        "top": "show what a running server does, refreshed each second",
         "validate": "compare the simulator with a recorded run of the real engine",
     }
 )
