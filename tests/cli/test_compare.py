@@ -98,6 +98,26 @@ def test_an_interruption_reports_what_there_is(
     assert "alise at 0.9" in said
 
 
+def test_runs_of_another_trace_or_version_are_not_taken_for_ones_own(
+    backend: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+
+    def compared(tokens: int) -> int:
+        before = len(backend.starts)
+        trace.write_text(
+            "".join(f'{{"prompt_tokens": 9, "output_tokens": {tokens}, "timestamp": {n}}}\n' for n in range(99))
+        )
+        assert run(tmp_path, "--trace", str(trace)) == 1
+        return len(backend.starts) - before
+
+    assert compared(4) > 0
+    assert compared(4) == 0
+    assert compared(5) > 0
+    monkeypatch.setattr(compare.results, "versions", lambda: {"vllm": "another"})
+    assert compared(5) > 0
+
+
 def test_objectives_are_judged_where_there_are_some(
     backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

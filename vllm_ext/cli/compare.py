@@ -56,8 +56,7 @@ def _compare(args: argparse.Namespace) -> int:
     folder: Path = args.cells
     folder.mkdir(parents=True, exist_ok=True)
     backend = _backend(args, folder)
-    cells = Cells(folder, repr([args.model, args.passed, args.clock, args.step_noise, spec_flags.given(args, _HARDWARE),
-                                spec_flags.given(args, _COST)]))  # fmt: skip
+    cells = Cells(folder, _identity(args, workload))
     found = Found()
     incomplete = False
     try:
@@ -76,6 +75,14 @@ def _compare(args: argparse.Namespace) -> int:
     if incomplete or found.failed or not shown.verdicts:
         return FAILED
     return 0 if any(shown.is_better(row.name) for row in rows[2:]) else _NOT_ONE
+
+
+def _identity(args: argparse.Namespace, workload: WorkloadSpec) -> str:
+    """What a run depends on besides its server's own flags and the times of its requests."""
+    costs = [spec_flags.given(args, prefix) for prefix in (_HARDWARE, _COST)]
+    return repr(
+        [args.model, args.passed, args.clock, args.step_noise, costs, build(workload).sha256, results.versions()]
+    )
 
 
 def _rows(args: argparse.Namespace) -> list[Row]:
