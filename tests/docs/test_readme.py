@@ -124,38 +124,28 @@ def test_no_headline_comes_from_a_run_that_ranks_nothing(make: Any, monkeypatch:
 
 
 def test_an_order_that_seeds_alone_explain_is_not_shown(checkout: Path) -> None:
-    path = checkout / "benchmarks" / "results" / "ordering_predicted.json"
+    path = checkout / "benchmarks" / "results" / "tuning.json"
     data = json.loads(path.read_text())
-    data["baselines"]["alise, predicted"]["all.1.mean e2e.ratio"] = 1.289
-    data["baselines"][headlines.AGAIN]["all.1.mean e2e.ratio"] = 0.5
+    again = data["baselines"]["vLLM, other seeds"]
+    data["baselines"]["vLLM, other seeds"] = {key: 2 * value for key, value in again.items()}
     path.write_text(json.dumps(data))
-    with pytest.raises(result_file.Unshown, match=r"effect is 0.289, and its A/A pair differs by 1"):
+    with pytest.raises(result_file.Unshown, match="ranks nothing"):
         headlines.order(checkout)
 
 
-def test_the_gain_of_an_order_over_the_default_budget_is_no_headline() -> None:
-    """A smaller budget alone gains more, which the reason says beside the gain."""
-    assert headlines.order in headlines.NOT_HEADLINES
-    reason = headlines.order(ROOT)
-    assert "by 32 % and raises P99 by 11 %" in reason
-    assert "`--max-num-batched-tokens 256`" in reason
-
-
-def test_the_gain_of_an_order_is_what_the_result_says(checkout: Path) -> None:
-    path = checkout / "benchmarks" / "results" / "ordering_predicted.json"
+def test_the_gain_of_a_tuned_server_is_what_the_result_says(checkout: Path) -> None:
+    """Half of vLLM's latency in every cell, beside vLLM with the same flags."""
+    path = checkout / "benchmarks" / "results" / "tuning.json"
     data = json.loads(path.read_text())
-    data["baselines"]["alise, predicted"] |= {"all.1.mean e2e.ratio": 1.25, "all.1.P99 e2e.ratio": 0.8}
+    data["metrics"] = {key: value / 2 for key, value in data["baselines"]["vLLM"].items()}
+    data["baselines"]["vLLM, flags of ours tuned"] = {
+        key: value / 1.6 for key, value in data["baselines"]["vLLM"].items()
+    }
     path.write_text(json.dumps(data))
-    assert "by 20 % and raises P99 by 25 %" in headlines.order(checkout)
-
-
-def test_no_page_calls_the_default_budget_tuned() -> None:
-    """Rows and goals of ordering.py do, and commands have to; readers would take it for the best budget."""
-    page = ROOT / "docs" / "results" / "ordering.md"
-    shown = [result_tables.TABLES[name](ROOT) for name in result_tables.TABLES if name.startswith("ordering")]
-    shown.append(readme_results.measured_block(ROOT, "ordering_more.json", page).split("| metric")[1])
-    assert [line for text in shown for line in text.replace("fcfs-tuned", "").splitlines() if "tuned" in line] == []
-    assert "| vLLM, other seeds |" in "".join(shown)
+    found = headlines.order(checkout)
+    assert found.ours.startswith("**0.50** times vLLM's")
+    assert found.baseline.endswith("0.62 (vLLM, the same flags)")
+    assert "P99 0.50 times" in found.note
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,8 @@ class Shown:
         for row in self.asked.rows[2:]:
             for load in self.asked.loads:
                 if mine := self._of(row.name, load):
-                    decides = next((one for one in mine if one.measure == self.wanted), mine[0])
-                    verdicts.append(page.Verdict(text=f"{self._at(row.name, load)}: {_said(mine)}", kind=decides.kind))
+                    said = f"{self._at(row.name, load)}: {_said(mine)}"
+                    verdicts.append(page.Verdict(text=said, kind=_kind(mine, self.wanted)))
                     paying = self._who_pays(row.name, load)
                     verdicts += [
                         page.Verdict(text=f"{self._at(row.name, load)}, {line}", kind="worse") for line in paying
@@ -112,7 +112,7 @@ class Shown:
         ]  # fmt: skip
         failed = [f"{name} failed: {why}" for name, why in self.found.failed.items()]
         return page.Page(
-            title=f"{' against '.join(row.name for row in self.asked.rows[2:])} and {self.asked.rows[0].name}",
+            title=f"{self.asked.rows[0].name} against {', '.join(row.name for row in self.asked.rows[2:])}",
             verdicts=verdicts, command=made.command, facts=page.facts_of(made),
             sections=[page.Section(title="Latency", charts=charts[:-1]),
                       page.Section(title="Over time", charts=charts[-1:]),
@@ -181,9 +181,16 @@ def _count(label: str, starts: Any, ends: Any) -> plots.Series:
 
 
 def _said(verdicts: Sequence[Verdict]) -> str:
-    differing = [one for one in verdicts if one.kind != "same"]
-    if not differing:
-        mean = next(one for one in verdicts if one.measure == MEAN)
-        return f"no difference seen; {MEAN} {mean.ratio} times better, the same server twice {mean.noise}"
-    return "; ".join(f"{one.measure} {one.kind}: {one.ratio} times better (the same server twice: {one.noise})"
-                     for one in differing)  # fmt: skip
+    """Say what is better and what is worse, and what chance alone makes of the mean end-to-end latency."""
+    mean = next(one for one in verdicts if one.measure == MEAN)
+    chance = f"the same server twice: {MEAN} {mean.noise.low:.2f}..{mean.noise.high:.2f}"
+    better = [f"{one.measure} {one.ratio}" for one in verdicts if one.kind == "better"]
+    worse = [f"{one.measure} {one.ratio.inverse}" for one in verdicts if one.kind == "worse"]
+    parts = [f"better, times: {', '.join(better)}"] * bool(better) + [f"worse, times: {', '.join(worse)}"] * bool(worse)
+    return "; ".join([*(parts or [f"no difference seen: {MEAN} {mean.ratio} times better"]), chance])
+
+
+def _kind(verdicts: Sequence[Verdict], wanted: str) -> str:
+    """Return what decides: the measure that is wanted, or where that is the same the mean end-to-end latency."""
+    kinds = {one.measure: one.kind for one in verdicts}
+    return kinds[MEAN] if kinds.get(wanted, "same") == "same" else kinds[wanted]

@@ -32,6 +32,12 @@ class Ratio:
         return f"{self.value:.2f} ({self.low:.2f}..{self.high:.2f})"
 
     @property
+    def inverse(self) -> Ratio:
+        """How many times worse."""
+        low, value, high = (1 / one if one > 0 else math.inf for one in (self.high, self.value, self.low))
+        return Ratio(value, low, high)
+
+    @property
     def half_width(self) -> float:
         """Of the interval, relative to the value."""
         return (self.high - self.low) / 2 / self.value if self.value > 0 else math.inf
@@ -169,7 +175,7 @@ def who_pays(
         paying = [slower(inside) > _PAYS_FROM for inside in inside_of]
         for pays, run in itertools.groupby(range(len(tenths)), key=paying.__getitem__):
             together = [*run]
-            if pays:
+            if pays and len(together) < len(tenths):  # else everybody does, which the mean says
                 low, high = tenths[together[0]][0], tenths[together[-1]][1]
                 parts[f"{label} of {low:.0f} to {high:.0f} tokens"] = np.any([inside_of[at] for at in together], axis=0)
     for name, inside in parts.items():
