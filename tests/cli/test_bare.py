@@ -23,6 +23,7 @@ ARGUMENTS = {
     "repro": ["--list"],
     "tiny-model": ["--dir", "models"],
     "validate": ["recording"],
+    "top": ["http://127.0.0.1:1"],
 }
 """What makes a command do something, where that is not nothing."""
 
