@@ -45,6 +45,7 @@ def engine(folder: Path, *more: str) -> Clocked:
     )
 
 
+@pytest.mark.e2e
 def test_the_simulator_says_the_same_of_the_same_requests(tmp_path: Path) -> None:
     """And a second workload begins where the first has ended."""
     with engine(tmp_path).started(Row("upstream")) as server:
@@ -64,6 +65,7 @@ def test_the_simulator_says_the_same_of_the_same_requests(tmp_path: Path) -> Non
             assert real.e2e_s == pytest.approx(said["e2e_s"].to_numpy(), rel=1e-6)
 
 
+@pytest.mark.e2e
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerError, match="the engine ended; its last lines:"),
