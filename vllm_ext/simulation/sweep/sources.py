@@ -19,7 +19,7 @@ PACKAGES: Mapping[str, Iterable[str]] = {
     "patches/": vllm_ext.patches.__path__,
 }
 """Folders of source files, by where a wheel has them within `vllm_ext`; a checkout has two of them beside it."""
-NOT_DECISIVE = ("cli", "cluster", "demo", "experiments", "simulation/plan", "tiny_model")
+NOT_DECISIVE = ("cli", "cluster", "compare", "demo", "experiments", "simulation/plan", "tiny_model")
 """Packages that nothing which simulates imports: how a run is asked for, where it runs, what is shown of it."""
 ROWS_APART = UNSERVED.removeprefix("vllm_ext.").replace(".", "/") + ".py"
 """Rows of systems that are imported when one is asked for by name, from a package of these."""
