@@ -37,7 +37,7 @@ from vllm_ext.experiments.experiment import Experiment, Findings
 from vllm_ext.experiments.grid import Grid
 from vllm_ext.experiments.runner import Runner
 from vllm_ext.report.claim import Claim
-from vllm_ext.report.intervals import interval
+from vllm_ext.report.intervals import Ratio, interval
 from vllm_ext.report.results import argument_parser, command
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.plan import search
@@ -128,7 +128,7 @@ def ratios(grid: Grid, scene: str, name: str, base: str, metric: str) -> list[fl
 def shown_ratio(grid: Grid, scene: str, name: str, base: str, metric: str) -> str:
     """Return the geometric mean of `ratios` with its interval, as tables show it."""
     found = interval([math.log(one) for one in ratios(grid, scene, name, base, metric)], points=False)
-    return f"{found.value:.2f} ({found.low:.2f}..{found.high:.2f})"
+    return str(Ratio(found.value, found.low, found.high))
 
 
 def geometric(values: Sequence[float]) -> float:
@@ -205,9 +205,11 @@ def tables(grid: Grid, names: Sequence[str], servers: Mapping[str, Servers], loa
 
 
 def _shown(grid: Grid, scene: str, server: str) -> str:
-    mean, *others = (shown_ratio(grid, scene, server, VLLM, metric) for metric in SHOWN)
+    mean, *others = SHOWN
+    values = [f"{geometric(ratios(grid, scene, server, VLLM, metric)):.2f}" for metric in others]
     on_time = [grid.mean(scene, one, "on_time_fraction") for one in (server, VLLM)]
-    return " / ".join([mean, *(one.split()[0] for one in others), f"{100 * (on_time[0] - on_time[1]):+.0f}"])
+    shown = [shown_ratio(grid, scene, server, VLLM, mean), *values, f"{100 * (on_time[0] - on_time[1]):+.0f}"]
+    return " / ".join(shown)
 
 
 _OF_LENGTHS = (MEAN, P99, NORMALISED, TTFT_P90)

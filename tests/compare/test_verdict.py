@@ -12,7 +12,8 @@ from vllm_ext.compare import rounds
 from vllm_ext.compare.observed import MEAN, MEASURES, P99, Observed, measured
 from vllm_ext.compare.rounds import Asked, Cells, Found, compare
 from vllm_ext.compare.servers import Row
-from vllm_ext.compare.verdict import Ratio, Verdict, noise, ratio, who_pays
+from vllm_ext.compare.verdict import Verdict, noise, ratio, who_pays
+from vllm_ext.report.intervals import Ratio
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 ROWS = (Row("upstream"), Row("upstream, again"), Row("other"))

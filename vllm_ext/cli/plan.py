@@ -410,12 +410,9 @@ def _draw(found: Answer, saturated: Saturation, base: SimulationSpec, path: Path
 
 def _band(found: Answer, candidate: Candidate, load: float, value: float) -> tuple[float, float]:
     """What the objective would be at both ends of the interval of its ratio to the server as it is."""
-    over = found.over(candidate, load, found.objective.metric)
-    if not (over.low > 0 and over.high < math.inf):
-        return math.nan, math.nan
-    if found.objective.with_slo:
-        return value * over.low / over.value, min(1.0, value * over.high / over.value)
-    return value * over.value / over.high, value * over.value / over.low
+    with_slo = found.objective.with_slo
+    low, high = found.over(candidate, load, found.objective.metric).band(value, higher=with_slo)
+    return (low, min(1.0, high)) if with_slo and not math.isnan(high) else (low, high)
 
 
 def _constraint(text: str) -> Constraint:

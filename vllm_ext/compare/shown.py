@@ -146,11 +146,10 @@ class Shown:
                      for load in self.asked.loads if (runs := self._runs(row.name, load))}  # fmt: skip
             over = {one.load: one.ratio for one in self.verdicts if (one.server, one.measure) == (row.name, MEAN)}
             banded = means and all(load in over for load in means)
-            series.append(plots.Series(
-                label=row.name, x=[load * self.found.rate_per_s for load in means], y=[*means.values()],
-                low=[mean * over[load].value / over[load].high for load, mean in means.items()] if banded else (),
-                high=[mean * over[load].value / over[load].low for load, mean in means.items()] if banded else (),
-            ))  # fmt: skip
+            bands = zip(*(over[load].band(mean) for load, mean in means.items()), strict=True) if banded else ((), ())
+            low, high = bands
+            rates = [load * self.found.rate_per_s for load in means]
+            series.append(plots.Series(label=row.name, x=rates, y=[*means.values()], low=low, high=high))
         return series
 
     def _draw_distributions(self, name: str, load: float, path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vllm_ext.compare.observed import MEASURES, Measure, Observed, measured
+from vllm_ext.report.intervals import Ratio, times_better
 
 Kind = Literal["better", "worse", "same"]
 _BLOCKS = 8
@@ -18,37 +19,6 @@ _BLOCKS = 8
 _PARTS = 10
 """Of prompts and of outputs by length, of whom it is said who pays."""
 _PAYS_FROM = 1.05
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times better, above 1 is better, with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f}..{self.high:.2f})"
-
-    @property
-    def inverse(self) -> Ratio:
-        """How many times worse."""
-        low, value, high = (1 / one if one > 0 else math.inf for one in (self.high, self.value, self.low))
-        return Ratio(value, low, high)
-
-    @property
-    def half_width(self) -> float:
-        """Of the interval, relative to the value."""
-        return (self.high - self.low) / 2 / self.value if self.value > 0 else math.inf
-
-
-def times_better(measure: Measure, ours: float, base: float) -> float:
-    """Return the baseline's over ours of what should be small, and ours over the baseline's of what should be large."""
-    over, under = (ours, base) if measure.higher else (base, ours)
-    if over == under:
-        return 1.0
-    return over / under if under > 0 else math.inf
 
 
 def ratio(measure: Measure, ours: Sequence[Observed], base: Sequence[Observed], resamples: int = 1000) -> Ratio:
@@ -75,7 +45,7 @@ def ratio(measure: Measure, ours: Sequence[Observed], base: Sequence[Observed], 
 
     def of(drawn: Any) -> float:
         rows = np.concatenate([blocks[int(at)] for at in drawn])
-        return times_better(measure, measure.of(mine[rows]), measure.of(theirs[rows]))
+        return times_better(measure.of(mine[rows]), measure.of(theirs[rows]), higher=measure.higher)
 
     value = of(range(len(blocks)))
     if len(blocks) < 2 or not resamples:

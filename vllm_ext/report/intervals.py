@@ -1,4 +1,4 @@
-"""Means over seeds with their intervals, of ratios or of differences in points."""
+"""Ratios and means over seeds, with their intervals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,50 @@ from statistics import mean, stdev
 
 MIN_SEEDS = 2
 """Fewer give no interval."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times better, above 1 is better, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f}..{self.high:.2f})"
+
+    @property
+    def inverse(self) -> Ratio:
+        """How many times worse."""
+        low, value, high = (1 / one if one > 0 else math.inf for one in (self.high, self.value, self.low))
+        return Ratio(value, low, high)
+
+    @property
+    def half_width(self) -> float:
+        """Of the interval, relative to the value."""
+        return (self.high - self.low) / 2 / self.value if self.value > 0 else math.inf
+
+    def band(self, ours: float, *, higher: bool = False) -> tuple[float, float]:
+        """Return what a measure would be at both ends of the interval; nan where that is open.
+
+        Args:
+            ours: The measure, of which this is the ratio to a baseline's.
+            higher: Whether more of it is better.
+        """
+        if not (self.low > 0 and self.high < math.inf):
+            return math.nan, math.nan
+        if higher:
+            return ours * self.low / self.value, ours * self.high / self.value
+        return ours * self.value / self.high, ours * self.value / self.low
+
+
+def times_better(ours: float, base: float, *, higher: bool = False) -> float:
+    """Return ``base / ours`` of what should be small, and ``ours / base`` of what should be large, ``higher``."""
+    over, under = (ours, base) if higher else (base, ours)
+    if over == under:
+        return 1.0
+    return over / under if under > 0 else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from vllm_ext.report.intervals import Ratio
 from vllm_ext.simulation.plan import evidence
 from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate
 from vllm_ext.simulation.plan.evidence import ATTAINMENT, MEAN, P99, TTFT_P90, Objective
@@ -32,7 +33,7 @@ def test_without_windows_nothing_is_sure() -> None:
 
 def test_equal_runs_are_equal_for_certain() -> None:
     same = run(5.0, windows=[1.0, 2.0, 3.0])
-    assert evidence.ratio(same, same, MEAN) == evidence.Ratio(1.0, 1.0, 1.0)
+    assert evidence.ratio(same, same, MEAN) == Ratio(1.0, 1.0, 1.0)
 
 
 def test_more_met_objectives_are_better() -> None:

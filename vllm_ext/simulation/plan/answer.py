@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from vllm_ext.report.intervals import Ratio
 from vllm_ext.simulation.plan import evidence
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, DEFAULT, LEAST_TOKENS, Candidate, unique, with_budget
-from vllm_ext.simulation.plan.evidence import Metrics, Objective, Ratio
+from vllm_ext.simulation.plan.evidence import Metrics, Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Part, Parts, Tried
 from vllm_ext.simulation.plan.saturation import Saturation, carried, saturation
 from vllm_ext.simulation.plan.search import SLACK, Coarse

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_ext.report.intervals import MIN_SEEDS, interval
+from vllm_ext.report import intervals
+from vllm_ext.report.intervals import MIN_SEEDS, Ratio, interval
 from vllm_ext.simulation.plan.candidates import Candidate
 from vllm_ext.simulation.sweep.capacity import Constraint
 
@@ -32,26 +33,10 @@ _WATCHED = {
 Metrics = Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """How many times better, with the 95 % interval of the run's windows; above 1 is better."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f}..{self.high:.2f})"
-
-
 def times_better(ours: Metrics, base: Metrics, metric: str) -> float:
     """Return ``base / ours`` of what should be small; of the share of met objectives ``ours / base``."""
-    a, b = ours.get(metric, math.nan), base.get(metric, math.nan)
-    if metric.endswith(ATTAINMENT):
-        a, b = b, a
-    if a == b:
-        return 1.0
-    return b / a if a > 0 else math.inf
+    values = (found.get(metric, math.nan) for found in (ours, base))
+    return intervals.times_better(*values, higher=metric.endswith(ATTAINMENT))
 
 
 def ratio(ours: Metrics, base: Metrics, metric: str) -> Ratio:
