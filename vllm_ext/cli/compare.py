@@ -204,23 +204,8 @@ def _loads(text: str) -> tuple[float, ...]:
     return found
 
 
-def _above_0(text: str) -> float:
-    if not 0 < (value := _number(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 <= (value := _number(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number of at least 0 and below 1")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+_ABOVE_0 = common_flags.number(lambda value: 0 < value < math.inf, "a number above 0")
+_SHARE = common_flags.number(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
 
 
 def _parser(passed: list[str]) -> Parser:
@@ -244,13 +229,13 @@ def _parser(passed: list[str]) -> Parser:
                         help="objectives of every request in seconds")  # fmt: skip
     parser.add_argument("--loads", type=_loads, default=(0.7, 0.9, 1.0), metavar="X,Y",
                         help="multiples of what the baseline carries (default: 0.7,0.9,1)")  # fmt: skip
-    parser.add_argument("--rate-at-1", type=_above_0, metavar="R",
+    parser.add_argument("--rate-at-1", type=_ABOVE_0, metavar="R",
                         help="requests/s of load 1 (default: measured, by a backlog on the baseline)")  # fmt: skip
     parser.add_argument("--requests", type=common_flags.at_least(20), default=300, metavar="N",
                         help="requests of each run (default: 300)")  # fmt: skip
-    parser.add_argument("--precision", type=_above_0, default=0.05, metavar="SHARE",
+    parser.add_argument("--precision", type=_ABOVE_0, default=0.05, metavar="SHARE",
                         help="half width of the intervals that is enough (default: 0.05)")  # fmt: skip
-    parser.add_argument("--budget-minutes", type=_above_0, default=30.0, metavar="M",
+    parser.add_argument("--budget-minutes", type=_ABOVE_0, default=30.0, metavar="M",
                         help="no run begins after so long (default: 30)")  # fmt: skip
     parser.add_argument("--clock", choices=("wall", "engine"), default="wall",
                         help="engine: tokens are computed here, and steps take what a cost model says of --device or "
@@ -266,7 +251,7 @@ def _parser(passed: list[str]) -> Parser:
     clock = parser.add_argument_group("the engine's clock")
     clock.add_argument("--model-costs", dest=f"{_HARDWARE}model", metavar="MODEL", help="whose steps (default: 8B)")
     clock.add_argument("--device", dest=f"{_HARDWARE}device", metavar="NAME", help="on which device")
-    clock.add_argument("--step-noise", type=_share, default=0.05, metavar="SHARE",
+    clock.add_argument("--step-noise", type=_SHARE, default=0.05, metavar="SHARE",
                        help="how far steps are off what the model says, at random (default: 0.05)")  # fmt: skip
     clock.add_argument("--profile", dest=f"{_COST}file", metavar="FILE", help="of `vllm-ext profile`")
     common_flags.add(parser, "out", "json", "html")

@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -429,21 +429,6 @@ def _kept(text: str) -> frozenset[str]:
     return names
 
 
-def _number(allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
-    """Return the type of a flag that is a number."""
-
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not allowed(value):
-            raise argparse.ArgumentTypeError(f"{text}: must be a number {what}")
-        return value
-
-    return number
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog=PROG,
@@ -456,7 +441,7 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--tolerance", default=0.05, metavar="SHARE",
-        type=_number(lambda value: 0 <= value < 100, "of at least 0, such as 0.05"),
+        type=common_flags.number(lambda value: 0 <= value < 100, "a number of at least 0, such as 0.05"),
         help="by how much the P99 of the end-to-end latency may get worse (default: 0.05)",
     )  # fmt: skip
     parser.add_argument(
@@ -468,7 +453,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--price-per-hour",
-        type=_number(lambda value: 0 < value < math.inf, "above 0"),
+        type=common_flags.number(lambda value: 0 < value < math.inf, "a number above 0"),
         metavar="P",
         help="of a device: tells what requests and tokens cost",
     )

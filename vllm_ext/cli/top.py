@@ -172,20 +172,11 @@ def _fetched(url: str) -> Snapshot:
         return Snapshot.parsed(answer.read().decode(), time.monotonic())
 
 
-def _every(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text}: must be seconds from 0.1 to 3600")
-    return value
-
-
 def _parser() -> Parser:
     parser = Parser(prog="vllm-ext top", description="Show what a running server does, refreshed each second.")
     parser.add_argument("url", metavar="URL", help="of the server, such as http://localhost:8000")
-    parser.add_argument("--every", type=_every, default=1.0, metavar="S", help="seconds between two (default: 1)")
+    seconds = common_flags.number(lambda value: 0.1 <= value <= 3600, "seconds from 0.1 to 3600")
+    parser.add_argument("--every", type=seconds, default=1.0, metavar="S", help="seconds between two (default: 1)")
     parser.add_argument(
         "--times", type=common_flags.at_least(1), metavar="N", help="stop after so many (default: go on)"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -47,6 +48,26 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return count
+
+
+def number(allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    """Return the type of a flag that is a number.
+
+    Args:
+        allowed: Whether it may be; nan is what is no number.
+        what: It must be.
+    """
+
+    def found(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"{text}: must be {what}")
+        return value
+
+    return found
 
 
 def output_file(*endings: str) -> Callable[[str], Path]:
