@@ -26,7 +26,8 @@ def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(**changes: object) -> Asked:
-    made = Asked(rows=ROWS, workload=WORKLOAD, loads=(0.9,), requests=100, precision=0.3, budget_s=1e9)
+    made = Asked(baseline=ROWS[0], twin=ROWS[1], others=ROWS[2:], workload=WORKLOAD, loads=(0.9,), requests=100,
+                 precision=0.3, budget_s=1e9)  # fmt: skip
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -90,8 +91,8 @@ def test_no_run_begins_after_the_time_is_over(tmp_path: Path) -> None:
 def test_a_server_that_dies_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
     backend = Paper()
     backend.dies.add("alise")
-    rows = (*ROWS, Row("sarathi", ("--scheduler-cls", "sarathi")))
-    found = run(backend, tmp_path, asked(rows=rows))
+    others = [ROWS[2], Row("sarathi", ("--scheduler-cls", "sarathi"))]
+    found = run(backend, tmp_path, asked(others=others))
     assert found.failed == {"alise": "it ended\nits last lines"}
     assert backend.starts.count("alise") == 1
     assert found.runs["sarathi", 0.9]
@@ -121,8 +122,7 @@ def test_the_best_flags_are_searched_on_requests_that_no_repeat_has(tmp_path: Pa
     """256 tokens are best, and a reserve makes it worse; a budget below the seats needs fewer of them."""
     best = ("--max-num-batched-tokens", "256", "--max-num-seqs", "256")
     backend = Paper({" ".join(best): 0.7})
-    rows = (*ROWS[:2], Row("upstream-tuned", tune=True))
-    found = run(backend, tmp_path, asked(rows=rows, seats=512, precision=1e-9))
+    found = run(backend, tmp_path, asked(others=[Row("upstream-tuned", tune=True)], seats=512, precision=1e-9))
     assert found.flags == {"upstream-tuned": best}
     searched = {one.seed for flags, one in backend.told if "--max-num-batched-tokens 1024" in flags}
     repeated = {one.seed for flags, one in backend.told if not flags and one.num_requests == 100}
@@ -130,14 +130,13 @@ def test_the_best_flags_are_searched_on_requests_that_no_repeat_has(tmp_path: Pa
     assert own not in repeated & {WORKLOAD.seed + repeat for repeat in range(REPEATS)}
     assert {WORKLOAD.seed + repeat for repeat in range(REPEATS)} <= repeated
     again = Paper()
-    run(again, tmp_path, asked(rows=rows, seats=512, precision=1e-9))
+    run(again, tmp_path, asked(others=[Row("upstream-tuned", tune=True)], seats=512, precision=1e-9))
     assert again.starts == []
 
 
 def test_a_candidate_that_does_not_start_is_out(tmp_path: Path) -> None:
     backend = Paper()
     backend.dies.add("--max-num-batched-tokens 128 --max-num-seqs 128")
-    rows = (*ROWS[:2], Row("upstream-tuned", tune=True))
-    found = run(backend, tmp_path, asked(rows=rows, seats=256))
+    found = run(backend, tmp_path, asked(others=[Row("upstream-tuned", tune=True)], seats=256))
     assert found.failed == {}
     assert "128" not in found.flags["upstream-tuned"]

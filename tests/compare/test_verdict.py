@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from vllm_ext.compare.verdict import Verdict, noise, ratio, who_pays
 from vllm_ext.report.intervals import Ratio
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
-ROWS = (Row("upstream"), Row("upstream, again"), Row("other"))
+SERVERS: dict[str, Any] = {"baseline": Row("upstream"), "twin": Row("upstream, again"), "others": [Row("other")]}
 
 
 def run_of(e2e: list[float], **changes: list[float]) -> Observed:
@@ -83,7 +84,7 @@ def test_who_pays_is_named_by_length_and_class() -> None:
 
 def found_by(slower: float, seed: int, folder: Path) -> Verdict:
     workload = WorkloadSpec(source="fixed:20:8", num_requests=100, seed=1000 * seed)
-    asked = Asked(rows=ROWS, workload=workload, loads=(0.8,), requests=100, precision=1.0, budget_s=1e9)
+    asked = Asked(**SERVERS, workload=workload, loads=(0.8,), requests=100, precision=1.0, budget_s=1e9)
     found, mean = Found(), MEASURES[MEAN]
     compare(Paper({"other": slower}), Cells(folder, str(seed)), asked, lambda _: None, found)
     repeats, (ours, base, again) = found.pairs("other", asked, 0.8)
@@ -104,8 +105,8 @@ def test_equal_servers_are_hardly_ever_told_apart_and_different_ones_always(
 
 
 def test_the_tail_is_judged_too(tmp_path: Path) -> None:
-    asked = Asked(rows=ROWS, workload=WorkloadSpec(source="fixed:20:8", num_requests=200), loads=(0.8,), requests=200,
-                  precision=0.05, budget_s=1e9)  # fmt: skip
+    workload = WorkloadSpec(source="fixed:20:8", num_requests=200)
+    asked = Asked(**SERVERS, workload=workload, loads=(0.8,), requests=200, precision=0.05, budget_s=1e9)
     found = Found()
     compare(Paper({"other": 1.3}), Cells(tmp_path, ""), asked, lambda _: None, found)
     assert {one.measure: one.kind for one in found.verdicts(asked)}[P99] == "worse"

@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vllm_ext.cli import spec_flags
@@ -20,7 +21,7 @@ from vllm_ext.report import common_flags, results
 from vllm_ext.report.page import write
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.spec import parse
-from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.build import GeneratedWorkload, build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 PROG = "vllm-ext compare"
@@ -35,23 +36,18 @@ _NOT_ONE = 1
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 0 if a server is better than the baseline, 1 if none is, 2 usage, 3 failed or incomplete."""
-    own, _, passed = _split(list(argv))
-    return guarded(_parser(passed), _compare, own, again=GOES_ON)
-
-
-def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
     at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], "--", argv[at + 1 :]
+    return guarded(_parser([*argv[at + 1 :]]), _compare, argv[:at], again=GOES_ON)
 
 
 def _compare(args: argparse.Namespace) -> int:
     need("vllm")
-    rows = _rows(args)
-    workload = _workload(args)
+    first, *others = _rows(args)
+    workload = build(_workload(args))  # what can't be read is said before a server is started
     asked = Asked(
-        rows=rows, workload=workload, loads=args.loads, requests=args.requests, precision=args.precision,
-        budget_s=60 * args.budget_minutes, rate_per_s=args.rate_at_1,
-        seats=_seats(args.passed) if any(row.tune for row in rows) else 0,
+        baseline=first, twin=replace(first, name=first.name + _AGAIN), others=others, workload=workload.spec,
+        loads=args.loads, requests=args.requests, precision=args.precision, budget_s=60 * args.budget_minutes,
+        rate_per_s=args.rate_at_1, seats=_seats(args.passed) if any(row.tune for row in others) else 0,
     )  # fmt: skip
     folder: Path = args.cells
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,25 +64,23 @@ def _compare(args: argparse.Namespace) -> int:
     if not found.runs:
         raise Failed(found.stopped)
     shown = Shown(asked, found, list(found.verdicts(asked)), list(_notes(args, found)))
-    made = _result(args, shown)
+    made = _result(args, shown, workload)
     results.emit(made, [shown.table(), "", *shown.words()], args.out, as_json=args.json)
     if args.html is not None:
         write(shown.page(made), args.html)
     if incomplete or found.failed or not shown.verdicts:
         return FAILED
-    return 0 if any(shown.is_better(row.name) for row in rows[2:]) else _NOT_ONE
+    return 0 if any(shown.is_better(row.name) for row in others) else _NOT_ONE
 
 
-def _identity(args: argparse.Namespace, workload: WorkloadSpec) -> str:
+def _identity(args: argparse.Namespace, workload: GeneratedWorkload) -> str:
     """What a run depends on besides its server's own flags and the times of its requests."""
     costs = [spec_flags.given(args, prefix) for prefix in (_HARDWARE, _COST)]
-    return repr(
-        [args.model, args.passed, args.clock, args.step_noise, costs, build(workload).sha256, results.versions()]
-    )
+    return repr([args.model, args.passed, args.clock, args.step_noise, costs, workload.sha256, results.versions()])
 
 
 def _rows(args: argparse.Namespace) -> list[Row]:
-    """The baseline, its twin, and the others."""
+    """The baseline, and the others."""
     given = dict(args.url or ())
     if given and (args.systems or args.server or args.model or args.passed or args.clock == "engine"):
         raise UsageError("--url: servers that run have their flags; MODEL, --systems, --server, --clock and what "
@@ -102,9 +96,9 @@ def _rows(args: argparse.Namespace) -> list[Row]:
         found = [Row(name, flags, tune=name == TUNED) for name, flags in named.items()]
     if len(found) < 2 or not all(row.name for row in found):
         raise UsageError(f"{'--url' if given else '--systems'}: must name at least two servers, the baseline first")
-    if (first := found[0]).tune:
+    if found[0].tune:
         raise UsageError(f"--systems: {TUNED} must not be the first: its flags are searched at the baseline's load")
-    return [first, Row(first.name + _AGAIN, first.flags, first.url), *found[1:]]
+    return found
 
 
 def _seats(passed: Sequence[str]) -> int:
@@ -128,9 +122,7 @@ def _workload(args: argparse.Namespace) -> WorkloadSpec:
     }
     if args.trace is not None:
         values |= {"source": str(args.trace), "arrivals": values.get("arrivals", "recorded")}
-    found = parse(WorkloadSpec, values)
-    build(found)  # what can't be read is said before a server is started
-    return found
+    return parse(WorkloadSpec, values)
 
 
 def _backend(args: argparse.Namespace, folder: Path) -> Backend:
@@ -140,8 +132,7 @@ def _backend(args: argparse.Namespace, folder: Path) -> Backend:
         return Here(args.model, args.passed, folder)
     cost = spec_flags.given(args, _COST)
     cost |= {"kind": "fitted"} if "file" in cost else {}
-    hardware = parse(HardwareSpec, spec_flags.given(args, _HARDWARE))
-    return Clocked(args.model, args.passed, folder, hardware, parse(CostSpec, cost), args.step_noise)
+    return Clocked(args.model, args.passed, folder, _hardware(args), parse(CostSpec, cost), args.step_noise)
 
 
 def _notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
@@ -152,20 +143,23 @@ def _notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
         yield f"others kept up to {others:.1f} cores busy during a run: repeat it where nobody else computes"
 
 
+def _hardware(args: argparse.Namespace) -> HardwareSpec:
+    return parse(HardwareSpec, spec_flags.given(args, _HARDWARE))
+
+
 def _costs(args: argparse.Namespace) -> str:
-    hardware = parse(HardwareSpec, spec_flags.given(args, _HARDWARE))
+    hardware = _hardware(args)
     file = spec_flags.given(args, _COST).get("file")
     return f"steps of {hardware.model} on {hardware.device}" + (f", fitted to {Path(file).name}" if file else "")
 
 
-def _result(args: argparse.Namespace, shown: Shown) -> results.Result:
+def _result(args: argparse.Namespace, shown: Shown, made: GeneratedWorkload) -> results.Result:
     asked, found = shown.asked, shown.found
     flat: dict[str, dict[str, float]] = {}
     for (name, load), runs in found.runs.items():
         values = measured(Observed.joined([*runs.values()]))
         flat.setdefault(name, {}).update({f"load_{load:g}.{key}": value for key, value in values.items()})
-    made = build(asked.workload)
-    others = [row.name for row in asked.rows[2:]]
+    ours = asked.others[0].name
     config = {
         "servers": {row.name: list(found.flags.get(row.name, row.flags)) for row in asked.rows},
         "flags_of_all": args.passed, "clock": args.clock, "workload": asked.workload.model_dump(mode="json"),
@@ -181,9 +175,9 @@ def _result(args: argparse.Namespace, shown: Shown) -> results.Result:
     return results.Result(
         name="compare", command=spec_flags.command_line([*args.command_line, *(["--", *args.passed] if args.passed
                                                                                else [])]),
-        config=spec_flags.public(config), seed=asked.workload.seed, metrics=flat.get(others[0], {}),
+        config=spec_flags.public(config), seed=asked.workload.seed, metrics=flat.get(ours, {}),
         workload=results.Workload(name=Path(made.name).name, rows=made.rows, sha256=made.sha256),
-        baselines={name: values for name, values in flat.items() if name != others[0]},
+        baselines={name: values for name, values in flat.items() if name != ours},
     )  # fmt: skip
 
 

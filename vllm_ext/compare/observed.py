@@ -44,11 +44,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run."""
+    """A number of a run: seconds, per token where it is normalised, shares, or requests/s."""
 
     name: str
     of: Callable[[Observed], float]
-    unit: str = "s"
     higher: bool = False
     """Whether more is better."""
 
@@ -63,9 +62,9 @@ MEASURES: Mapping[str, Measure] = {
         Measure("P90 TTFT", lambda run: float(np.percentile(run.ttft_s, 90))),
         Measure("P99 TTFT", lambda run: float(np.percentile(run.ttft_s, 99))),
         Measure("P99 longest gap", lambda run: float(np.percentile(run.longest_gap_s, 99))),
-        Measure("mean normalised", lambda run: float((run.e2e_s / run.output_tokens).mean()), unit="s/token"),
-        Measure("on time", lambda run: float(run.on_time.mean()), unit="share", higher=True),
-        Measure("goodput", lambda run: float(run.on_time.sum() / _span_s(run)), unit="requests/s", higher=True),
+        Measure("mean normalised", lambda run: float((run.e2e_s / run.output_tokens).mean())),
+        Measure("on time", lambda run: float(run.on_time.mean()), higher=True),
+        Measure("goodput", lambda run: float(run.on_time.sum() / _span_s(run)), higher=True),
     )
 }
 

@@ -29,9 +29,7 @@ def prompt_of(request: SimRequest) -> str | list[int]:
     return found
 
 
-def sent(
-    url: str, model: str, requests: Sequence[SimRequest], *, forced: bool, log: TextIO, progress: bool = False
-) -> dict[str, Any]:
+def sent(url: str, model: str, requests: Sequence[SimRequest], *, forced: bool, log: TextIO) -> dict[str, Any]:
     """Send requests at their times; return what `vllm bench serve` would write.
 
     Args:
@@ -41,7 +39,6 @@ def sent(
         forced: End outputs at their recorded lengths, of which no scheduler is told; the server must have been started
             for that. Otherwise the model ends them, or ``max_tokens`` does.
         log: Gets what the client prints.
-        progress: Show a bar on stderr.
     """
     from vllm.benchmarks import serve as client
     from vllm.benchmarks.datasets import SampleRequest
@@ -56,7 +53,7 @@ def sent(
     given: dict[str, Any] = {
         "task_type": client.TaskType.GENERATION, "endpoint_type": "vllm", "base_url": url, "model_id": model,
         "api_url": f"{url}/v1/completions", "model_name": model, "tokenizer": None, "input_requests": samples,
-        "logprobs": None, "request_rate": float("inf"), "burstiness": 1.0, "disable_tqdm": not progress,
+        "logprobs": None, "request_rate": float("inf"), "burstiness": 1.0, "disable_tqdm": True,
         "num_warmups": 0, "profile": False, "selected_percentile_metrics": ["ttft", "tpot", "itl", "e2el"],
         "selected_percentiles": [50.0, 90.0, 99.0], "ignore_eos": forced, "goodput_config_dict": {},
         "max_concurrency": None, "lora_modules": None, "extra_headers": None, "extra_body": {"temperature": 0.0},

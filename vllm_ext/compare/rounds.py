@@ -39,8 +39,10 @@ class NoAnswer(RuntimeError):
 class Asked:
     """What is compared, and how precisely."""
 
-    rows: Sequence[Row]
-    """The baseline first, then its twin, then the others."""
+    baseline: Row
+    twin: Row
+    """The same, to see what chance does."""
+    others: Sequence[Row]
     workload: WorkloadSpec
     """At any rate."""
     loads: Sequence[float]
@@ -54,6 +56,11 @@ class Asked:
     """Requests that vLLM runs at a time, where no row says otherwise."""
     rate_per_s: float | None = None
     """Of load 1; None: measured, by a backlog on the baseline."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """All servers."""
+        return [self.baseline, self.twin, *self.others]
 
 
 @dataclass
@@ -104,14 +111,14 @@ class Found:
 
     def pairs(self, server: str, asked: Asked, load: float) -> tuple[list[int], list[list[Observed]]]:
         """Return the repeats that a server, the baseline and its twin have of a load, and the runs of each."""
-        names = (server, asked.rows[0].name, asked.rows[1].name)
+        names = (server, asked.baseline.name, asked.twin.name)
         each = [self.runs.get((name, load), {}) for name in names]
         repeats = sorted(set(each[0]) & set(each[1]) & set(each[2]))
         return repeats, [[runs[at] for at in repeats] for runs in each]
 
     def verdicts(self, asked: Asked) -> Iterator[Verdict]:
         """Yield what is said of each server but the baseline and its twin."""
-        for row in asked.rows[2:]:
+        for row in asked.others:
             for load in asked.loads:
                 repeats, (ours, base, again) = self.pairs(row.name, asked, load)
                 if repeats:
@@ -138,6 +145,8 @@ def compare(
     up = Up(backend)
     try:
         _rounds(up, cells, asked, tell, found, now)
+    except ServerError as error:  # of others it is noted, and the rest goes on
+        raise NoAnswer(f"the baseline failed: {error}") from error
     finally:
         up.stop()
 
@@ -148,7 +157,8 @@ def _rounds(
     deadline = now() + asked.budget_s
     asked = _within_context(up, cells, asked)
     found.rate_per_s = asked.rate_per_s or _capacity(up, cells, asked, tell)
-    asked = replace(asked, rows=[_tuned(up, cells, asked, found, row, tell) if row.tune else row for row in asked.rows])
+    others = [_tuned(up, cells, asked, found, row, tell) if row.tune else row for row in asked.others]
+    asked = replace(asked, others=others)
     for repeat in range(MOST_REPEATS):
         shift = repeat % len(asked.rows)
         for row in [*asked.rows[shift:], *asked.rows[:shift]]:
@@ -158,7 +168,7 @@ def _rounds(
                     return
                 _served(up, cells, asked, tell, found, row, repeat)
         if repeat + 1 >= LEAST_REPEATS and all(
-            _precise(found, asked, row, load) for row in asked.rows[2:] for load in asked.loads
+            _precise(found, asked, row, load) for row in asked.others for load in asked.loads
         ):
             found.stopped = f"all intervals are within {100 * asked.precision:g} % after {repeat + 1} repeats"
             return
@@ -179,8 +189,8 @@ def _served(
             mean = measured(one).get(MEAN, float("nan"))
             tell(f"repeat {repeat + 1}, {row.name} at {load:g}: mean e2e {mean:.4g} s{failed}")
     except ServerError as error:
-        if row in asked.rows[:2]:
-            raise NoAnswer(f"the baseline failed: {error}") from error
+        if row not in asked.others:
+            raise
         found.failed[row.name] = str(error)
         tell(f"{row.name}: {error}")
 
@@ -247,27 +257,20 @@ def _within_context(up: Up, cells: Cells, asked: Asked) -> Asked:
     """Return what is asked with requests that fit into the model's context, of which the baseline is asked once."""
     if asked.workload.max_model_len is not None:
         return asked
-    row, nothing = asked.rows[0], asked.workload.model_copy(update={"num_requests": 0})
+    row, nothing = asked.baseline, asked.workload.model_copy(update={"num_requests": 0})
     if (kept := cells.read(row, nothing)) is None:
-        try:
-            kept = {"max_model_len": up.server(row).max_model_len}
-        except ServerError as error:
-            raise NoAnswer(f"the baseline failed: {error}") from error
+        kept = {"max_model_len": up.server(row).max_model_len}
         cells.keep(row, nothing, kept)
     return replace(asked, workload=asked.workload.model_copy(update=kept))
 
 
 def _capacity(up: Up, cells: Cells, asked: Asked, tell: Callable[[str], None]) -> float:
     """Return what the baseline ends per second of a backlog, between its first and last tenth."""
-    row = asked.rows[0]
+    row = asked.baseline
     backlog = WorkloadSpec.model_validate({
         **workload_at(asked, 1.0, 0).model_dump(), "arrivals": "at-once", "rate_per_s": None, "cv": 1.0,
     })  # fmt: skip
-    try:
-        run = _run(up, cells, row, backlog)
-    except ServerError as error:
-        raise NoAnswer(f"the baseline failed: {error}") from error
-    ends = np.sort(observed(run, list(build(backlog).start())).e2e_s)
+    ends = np.sort(observed(_run(up, cells, row, backlog), list(build(backlog).start())).e2e_s)
     ends = ends[~np.isnan(ends)]
     if len(ends) < _FEWEST:
         raise NoAnswer(f"the baseline answered {len(ends)} of {asked.requests} requests that were sent at once")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,15 @@ _SPREAD = {
     "e2e_s": "end-to-end latency",
     "longest_gap_s": "longest gap between tokens",
 }
+
+
+class _Told(NamedTuple):
+    """What is said of a server at a load."""
+
+    where: str
+    said: str
+    kind: str
+    paying: list[str]
 
 
 @dataclass(frozen=True)
@@ -63,11 +72,10 @@ class Shown:
 
     def words(self) -> Iterator[str]:
         """Yield what is said of each server, which flags to set, and what failed."""
-        for row in self.asked.rows[2:]:
-            for load in self.asked.loads:
-                if mine := self._of(row.name, load):
-                    yield f"{self._at(row.name, load)}: {_said(mine)}"
-                    yield from (f"  who pays: {line}" for line in self._who_pays(row.name, load))
+        for row in self.asked.others:
+            for told in self._told[row.name]:
+                yield f"{told.where}: {told.said}"
+                yield from (f"  who pays: {line}" for line in told.paying)
             flags = self.found.flags.get(row.name, row.flags)
             if flags and self.is_better(row.name):
                 yield f"  set these flags: {shlex.join(flags)}"
@@ -78,15 +86,9 @@ class Shown:
     def page(self, made: Result) -> page.Page:
         """Return it as a page."""
         verdicts = []
-        for row in self.asked.rows[2:]:
-            for load in self.asked.loads:
-                if mine := self._of(row.name, load):
-                    said = f"{self._at(row.name, load)}: {_said(mine)}"
-                    verdicts.append(page.Verdict(text=said, kind=_kind(mine, self.wanted)))
-                    paying = self._who_pays(row.name, load)
-                    verdicts += [
-                        page.Verdict(text=f"{self._at(row.name, load)}, {line}", kind="worse") for line in paying
-                    ]
+        for told in (one for each in self._told.values() for one in each):
+            verdicts.append(page.Verdict(text=f"{told.where}: {told.said}", kind=told.kind))
+            verdicts += [page.Verdict(text=f"{told.where}, {line}", kind="worse") for line in told.paying]
         names = ", ".join(row.name for row in self.asked.rows)
         highest = max(self.asked.loads)
         charts = [
@@ -112,7 +114,7 @@ class Shown:
         ]  # fmt: skip
         failed = [f"{name} failed: {why}" for name, why in self.found.failed.items()]
         return page.Page(
-            title=f"{self.asked.rows[0].name} against {', '.join(row.name for row in self.asked.rows[2:])}",
+            title=f"{self.asked.baseline.name} against {', '.join(row.name for row in self.asked.others)}",
             verdicts=verdicts, command=made.command, facts=page.facts_of(made),
             sections=[page.Section(title="Latency", charts=charts[:-1]),
                       page.Section(title="Over time", charts=charts[-1:]),
@@ -123,11 +125,18 @@ class Shown:
     def _runs(self, server: str, load: float) -> list[Observed]:
         return [*self.found.runs.get((server, load), {}).values()]
 
-    def _of(self, server: str, load: float) -> list[Verdict]:
-        return [one for one in self.verdicts if (one.server, one.load) == (server, load)]
-
-    def _at(self, server: str, load: float) -> str:
-        return f"{server} at {load:g} ({load * self.found.rate_per_s:.3g} requests/s)"
+    @cached_property
+    def _told(self) -> dict[str, list[_Told]]:
+        """What is said of each server, load by load."""
+        found: dict[str, list[_Told]] = {}
+        for row in self.asked.others:
+            found[row.name] = []
+            for load in self.asked.loads:
+                if mine := [one for one in self.verdicts if (one.server, one.load) == (row.name, load)]:
+                    where = f"{row.name} at {load:g} ({load * self.found.rate_per_s:.3g} requests/s)"
+                    told = _Told(where, _said(mine), _kind(mine, self.wanted), self._who_pays(row.name, load))
+                    found[row.name].append(told)
+        return found
 
     def _who_pays(self, server: str, load: float) -> list[str]:
         repeats, (ours, base, _) = self.found.pairs(server, self.asked, load)
