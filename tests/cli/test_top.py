@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from vllm_ext.cli import top
-from vllm_ext.cli.top import Between, Snapshot
+from vllm_ext.cli.top import Between
+from vllm_ext.report.scraped import Snapshot
 
 BEFORE = """\
 # TYPE vllm:num_requests_running gauge

@@ -6,47 +6,14 @@ import argparse
 import math
 import sys
 import time
-import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vllm_ext.cli.command import Failed, Parser, guarded, need
 from vllm_ext.report import common_flags
+from vllm_ext.report.scraped import Snapshot, scraped
 
-_TIMEOUT_S = 5.0
 _GIB = 1 << 30
-Labels = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Samples of a server's ``/metrics`` at a moment."""
-
-    at_s: float
-    samples: Sequence[tuple[str, Labels, float]]
-
-    @classmethod
-    def parsed(cls, text: str, at_s: float) -> Snapshot:
-        """Read the text that Prometheus would."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        families: Iterable[Any] = text_string_to_metric_families(text)
-        found = [(one.name, one.labels, float(one.value)) for family in families for one in family.samples]
-        return cls(at_s, found)
-
-    def by(self, name: str, label: str = "", **where: str) -> dict[str, float]:
-        """Return the sums of a metric by the values of a label; engines and models count together."""
-        sums: dict[str, float] = {}
-        for sample, labels, value in self.samples:
-            if sample == name and all(labels.get(key) == one for key, one in where.items()):
-                key = labels.get(label, "")
-                sums[key] = sums.get(key, 0.0) + value
-        return sums
-
-    def total(self, name: str, **where: str) -> float:
-        """Return the sum of a metric; nan where the server does not have it."""
-        return sum(self.by(name, **where).values()) if self.by(name, **where) else math.nan
 
 
 @dataclass(frozen=True)
@@ -136,13 +103,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _top(args: argparse.Namespace) -> int:
     need("rich")
-    url = f"{args.url.rstrip('/')}/metrics"
+    url = args.url.rstrip("/")
     try:
-        before = _fetched(url)
+        before = scraped(url)
     except (OSError, ValueError) as error:
-        raise Failed(f"{url}: {error}") from error
+        raise Failed(f"{url}/metrics: {error}") from error
     if not before.samples:
-        raise Failed(f"{url}: has no metrics")
+        raise Failed(f"{url}/metrics: has no metrics")
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table
@@ -158,18 +125,13 @@ def _top(args: argparse.Namespace) -> int:
         for _ in range(args.times) if args.times else iter(int, 1):
             time.sleep(args.every)
             try:
-                now = _fetched(url)
+                now = scraped(url)
             except (OSError, ValueError) as error:  # it may come back
                 live.update(screen([("no answer", str(error))], url), refresh=True)
                 continue
             live.update(screen(lines(Between(before, now)), url), refresh=True)
             before = now
     return 0
-
-
-def _fetched(url: str) -> Snapshot:
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-        return Snapshot.parsed(answer.read().decode(), time.monotonic())
 
 
 def _parser() -> Parser:
