@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,38 @@ def test_a_faster_server_is_named_with_its_flags(
     assert result["config"]["flags_of_all"] == ["--max-model-len", "2048"]
     assert result["command"].endswith("-- --max-model-len 2048")
     page = html.read_text(encoding="utf-8")
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 6
+    assert "KV in use" in page
     assert "Not drawn" not in page
     assert "alise at 0.9" in page
     verdicts = {one["measure"]: one["kind"] for one in result["config"]["verdicts"]}
     assert verdicts["mean e2e"] == "better"
     assert result["baselines"]["upstream"]["load_0.9.mean e2e"] > result["metrics"]["load_0.9.mean e2e"]
+
+
+def test_what_a_server_without_metrics_did_is_drawn_as_its_client_saw_it(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path / "a") == 1
+    rows = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert ["0.9", "upstream", "2", "0", "3"] in [row[:5] for row in rows], "preemptions follow repeats and failures"
+    backend.has_metrics, html = False, tmp_path / "compare.html"
+    assert run(tmp_path / "b", "--html", str(html)) == 1
+    assert "Not drawn" not in (page := html.read_text(encoding="utf-8"))
+    assert "running" in page
+    assert "KV in use" not in page
+
+
+def test_classes_of_service_are_judged_apart(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = [{"name": "patient", "e2e": {"base_s": 1e6}}, {"name": "hurried", "e2e": {"base_s": 1e-6}}]
+    html = tmp_path / "compare.html"
+    assert run(tmp_path, "--set", f"workload.tiers={json.dumps(tiers)}", "--html", str(html)) == 1
+    page = html.read_text(encoding="utf-8")
+    (table,) = re.findall(r"share that met all of its objectives, by class.*?</table>", page, re.DOTALL)
+    cells = re.findall(r"<td[^>]*>\s*([^<]*?)\s*</td>", table)
+    assert cells[:4] == ["0.9", "upstream", "0", "1"]
 
 
 def test_a_slower_one_is_not_recommended_and_who_pays_is_said(
@@ -134,7 +161,9 @@ def test_objectives_are_judged_where_there_are_some(
         (["--server", "x"], "x: must be NAME=VALUE"),
         (["--loads", "0"], "0: must be numbers above 0"),
         (["--precision", "x"], "x: must be a number above 0"),
-        (["--set", "a"], "unrecognized arguments"),
+        (["--set", "a"], "--set a: must be PATH=JSON"),
+        (["--set", "engine.seed=1"], "--set engine.seed: must begin with one of workload., hardware., cost."),
+        (["--set", "workload.num_requests=5", "--set", "workload.num_requests=6"], "is set by another flag already"),
         (["--dataset", "nothing.jsonl"], "nothing.jsonl"),
     ],
 )

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
+from vllm.benchmarks.serve import calculate_metrics
 
+from vllm_ext.compare.observed import measured
 from vllm_ext.compare.replay import observed, prompt_of, sent
 from vllm_ext.compare.servers import served_model
 from vllm_ext.contract.objective import Slo
@@ -108,6 +111,29 @@ def test_lengths_are_hidden_from_schedulers_and_times_are_those_of_vllms_client(
     assert 1000 * (run.e2e_s[answered] - late_s).mean() == pytest.approx(found["mean_e2el_ms"])
     assert np.isnan(run.on_time[0])
     assert run.on_time[1:].tolist() == [1.0, 0.0, 0.0], "who has no answer has missed its objective"
+
+
+def test_ttft_tpot_and_e2e_are_those_of_vllms_own_aggregator() -> None:
+    """Whose TPOT leaves out requests of a single token, as ours does, and whose TTFT does not."""
+    made = np.random.default_rng(3)
+    gaps = [made.uniform(0.01, 0.2, count).tolist() for count in (0, 1, 7, 30)]
+    first = made.uniform(0.1, 2.0, len(gaps)).tolist()
+    outputs = [
+        RequestFuncOutput(success=True, ttft=ttft, itl=itl, latency=ttft + sum(itl), output_tokens=len(itl) + 1,
+                          prompt_len=6)
+        for ttft, itl in zip(first, gaps, strict=True)
+    ]  # fmt: skip
+    theirs, _ = calculate_metrics([], outputs, 10.0, None, [50.0, 90.0, 99.0], {})
+    found = {
+        "ttfts": first, "itls": gaps, "latencies": [one.latency for one in outputs], "errors": [""] * len(gaps),
+        "output_lens": [one.output_tokens for one in outputs], "input_lens": [6] * len(gaps),
+    }  # fmt: skip
+    ours = measured(observed(found, [request(str(at)) for at in range(len(gaps))]))
+    assert 1000 * ours["mean TTFT"] == pytest.approx(theirs.mean_ttft_ms)
+    assert 1000 * ours["P90 TTFT"] == pytest.approx(dict(theirs.percentiles_ttft_ms)[90.0])
+    assert 1000 * ours["mean TPOT"] == pytest.approx(theirs.mean_tpot_ms)
+    assert 1000 * ours["mean e2e"] == pytest.approx(theirs.mean_e2el_ms)
+    assert 1000 * ours["P99 e2e"] == pytest.approx(dict(theirs.percentiles_e2el_ms)[99.0])
 
 
 def test_a_server_that_nobody_forced_gets_no_hidden_length(endpoint: Endpoint) -> None:

@@ -27,7 +27,7 @@ from vllm_ext.simulation.workloads.spec import WorkloadSpec
 PROG = "vllm-ext compare"
 UPSTREAM, TUNED = "upstream", "upstream-tuned"
 _AGAIN = ", again"
-_WORKLOAD, _HARDWARE, _COST = "workload.", "hardware.", "cost."
+_WORKLOAD, _HARDWARE, _COST = _PARTS = "workload.", "hardware.", "cost."
 _QUIET = 0.2
 """Cores that others may keep busy without a word."""
 _NOT_ONE = 1
@@ -42,6 +42,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     need("vllm")
+    for path, value in spec_flags.set_by(
+        args, [name for name, found in vars(args).items() if found is not None]
+    ).items():
+        if not path.startswith(_PARTS):
+            raise UsageError(f"--set {path}: must begin with one of {', '.join(_PARTS)}")
+        setattr(args, path, value)
     first, *others = _rows(args)
     workload = build(_workload(args))  # what can't be read is said before a server is started
     asked = Asked(
@@ -136,11 +142,10 @@ def _backend(args: argparse.Namespace, folder: Path) -> Backend:
 
 
 def _notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
-    others = max(found.foreign_cores.values(), default=0.0)
     if args.clock == "engine":
         yield f"by the engine's clock: {_costs(args)}; tokens are computed, how long a step takes is said by the model"
-    elif not args.url and others > _QUIET:
-        yield f"others kept up to {others:.1f} cores busy during a run: repeat it where nobody else computes"
+    elif not args.url and found.foreign_cores > _QUIET:
+        yield f"others kept up to {found.foreign_cores:.1f} cores busy: repeat it where nobody else computes"
 
 
 def _hardware(args: argparse.Namespace) -> HardwareSpec:
@@ -165,7 +170,7 @@ def _result(args: argparse.Namespace, shown: Shown, made: GeneratedWorkload) -> 
         "flags_of_all": args.passed, "clock": args.clock, "workload": asked.workload.model_dump(mode="json"),
         "loads": list(asked.loads), "requests_per_run": asked.requests, "rate_per_s_of_load_1": found.rate_per_s,
         "stopped": found.stopped, "failed": found.failed,
-        "foreign_cores_at_most": max(found.foreign_cores.values(), default=0.0),
+        "foreign_cores_at_most": found.foreign_cores,
         "verdicts": [
             {"server": one.server, "load": one.load, "measure": one.measure, "kind": one.kind,
              "times_better": str(one.ratio), "a_a_pair": str(one.noise)}
@@ -242,6 +247,7 @@ def _parser(passed: list[str]) -> Parser:
         help="where runs and logs are kept, so that the same command goes on (default: the cache)",
     )
     spec_flags.add_flags(parser, WorkloadSpec, _WORKLOAD, "requests")
+    spec_flags.add_set(parser, "workload.cv=2.0")
     clock = parser.add_argument_group("the engine's clock")
     clock.add_argument("--model-costs", dest=f"{_HARDWARE}model", metavar="MODEL", help="whose steps (default: 8B)")
     clock.add_argument("--device", dest=f"{_HARDWARE}device", metavar="NAME", help="on which device")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,10 +71,7 @@ def add_arguments(parser: Parser, *, systems: bool = True) -> None:
 
     general = parser.add_argument_group("description of the run")
     general.add_argument("--spec", type=Path, metavar="FILE", help="JSON description, all fields of it optional")
-    general.add_argument(
-        "--set", action="append", default=[], metavar="PATH=JSON",
-        help="set any field by its dotted path, such as engine.options.ordering.theta=0.0; repeatable",
-    )  # fmt: skip
+    add_set(general, "engine.options.ordering.theta=0.0")
     general.add_argument("--print-spec", action="store_true", help="print the description as JSON and stop")
     if systems:
         general.add_argument(
@@ -93,19 +90,32 @@ def add_arguments(parser: Parser, *, systems: bool = True) -> None:
     parser.flag_of |= {"engine.system": SYSTEMS, "workload.tiers": "--slo", _POLICIES: "--policy"}
 
 
+def add_set(parser: argparse._ActionsContainer, example: str) -> None:
+    """Add ``--set``, for fields without a flag of their own; see `set_by`."""
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=JSON",
+                        help=f"set any field by its dotted path, such as {example}; repeatable")  # fmt: skip
+
+
+def set_by(args: argparse.Namespace, taken: Container[str]) -> dict[str, Any]:
+    """Return what ``--set`` sets: dotted path -> value; a path that is ``taken`` by a flag is a `UsageError`."""
+    values: dict[str, Any] = {}
+    for text in args.set:
+        path, equals, value = text.partition("=")
+        if not equals or not path:
+            raise UsageError(f"--set {text}: must be PATH=JSON, such as workload.cv=2.0")
+        if path in taken or path in values:
+            raise UsageError(f"--set {text}: {path} is set by another flag already")
+        values[path] = json_or_text(value)
+    return values
+
+
 def changes(args: argparse.Namespace) -> dict[str, Any]:
     """Return what the flags and ``--set`` change: dotted path -> value."""
     values = given(args, SPEC)
     policies = values.pop(_POLICIES, None)
     if "cost.file" in values:
         values.setdefault("cost.kind", "fitted")
-    for text in args.set:
-        path, equals, value = text.partition("=")
-        if not equals or not path:
-            raise UsageError(f"--set {text}: must be PATH=JSON, such as workload.cv=2.0")
-        if path in values:
-            raise UsageError(f"--set {text}: {path} is set by another flag already")
-        values[path] = json_or_text(value)
+    values |= set_by(args, values)
     # after --set, which may bring other options
     return values | ({_POLICIES: policies} if policies else {})
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from vllm_ext import envs
 from vllm_ext.compare.replay import prompt_of
+from vllm_ext.compare.watch import Timeline
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
 from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.simulation.engine.events import VirtualClock
@@ -75,18 +76,26 @@ class ClockedEngine:
             return finish(step, output)
 
         scheduler.update_from_output = timed
+        self._scheduler, self._preempted, preempt = scheduler, 0, scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self._preempted += 1
+            preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counted
 
     @property
     def max_model_len(self) -> int:
         """Longest context."""
         return int(self._engine.model_config.max_model_len)
 
-    def serve(self, requests: Iterable[SimRequest]) -> dict[str, list[Any]]:
+    def serve(self, requests: Iterable[SimRequest]) -> dict[str, Any]:
         """Serve requests to their end; return what `replay.observed` reads, by the clock."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         engine, start = self._engine, self.clock()
+        timeline, preempted_before = Timeline(), self._preempted
         offered = sorted(requests, key=lambda one: one.arrival_s)
         waiting = offered[::-1]
         times: dict[str, list[float]] = {one.req_id: [] for one in offered}
@@ -110,6 +119,9 @@ class ClockedEngine:
                 if count := len(output.outputs[0].token_ids):
                     times[output.request_id].append(self.clock() - start)
                     tokens[output.request_id] += count
+            kv_used = self._scheduler.kv_cache_manager.usage
+            timeline.add(self.clock() - start, *self._scheduler.get_request_counts(), kv_used)
+        timeline.preemptions = self._preempted - preempted_before
         rows = [(one, times[one.req_id]) for one in offered]
         return {
             "ttfts": [each[0] - one.arrival_s if each else 0.0 for one, each in rows],
@@ -119,6 +131,7 @@ class ClockedEngine:
             "input_lens": [one.prompt_tokens for one in offered],
             "queue_times": [0.0] * len(offered),
             "errors": ["" if each else "no token came" for _, each in rows],
+            "timeline": timeline.kept(),
         }
 
 

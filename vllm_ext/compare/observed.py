@@ -37,6 +37,16 @@ class Observed:
         return cls(**{one.name: np.concatenate([getattr(run, one.name) for run in runs]) for one in fields(cls)})
 
     @property
+    def normalised_s(self) -> Floats:
+        """End-to-end latency per output token."""
+        return np.asarray(self.e2e_s / self.output_tokens)
+
+    @property
+    def tpot_s(self) -> Floats:
+        """Time per output token after the first; nan where there is no second."""
+        return np.asarray((self.e2e_s - self.ttft_s) / np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan))
+
+    @property
     def failed(self) -> int:
         """Requests that have no answer."""
         return int(np.isnan(self.e2e_s).sum())
@@ -61,8 +71,9 @@ MEASURES: Mapping[str, Measure] = {
         Measure("mean TTFT", lambda run: float(run.ttft_s.mean())),
         Measure("P90 TTFT", lambda run: float(np.percentile(run.ttft_s, 90))),
         Measure("P99 TTFT", lambda run: float(np.percentile(run.ttft_s, 99))),
+        Measure("mean TPOT", lambda run: float(np.nanmean(run.tpot_s)) if (run.output_tokens > 1).any() else 0.0),
         Measure("P99 longest gap", lambda run: float(np.percentile(run.longest_gap_s, 99))),
-        Measure("mean normalised", lambda run: float((run.e2e_s / run.output_tokens).mean())),
+        Measure("mean normalised", lambda run: float(run.normalised_s.mean())),
         Measure("on time", lambda run: float(run.on_time.mean()), higher=True),
         Measure("goodput", lambda run: float(run.on_time.sum() / _span_s(run)), higher=True),
     )

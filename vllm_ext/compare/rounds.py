@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.compare.observed import MEAN, MEASURES, Observed, measured
+from vllm_ext.compare.observed import MEAN, MEASURES, Floats, Observed, measured
 from vllm_ext.compare.replay import observed
 from vllm_ext.compare.servers import Backend, Row, Up
 from vllm_ext.compare.tune import tuned
 from vllm_ext.compare.verdict import Verdict, noise, ratio, verdicts
+from vllm_ext.compare.watch import Timeline
 from vllm_ext.demo.server import ServerError
 from vllm_ext.files import replaced
 from vllm_ext.report.foreign_cpu import ForeignCpu
@@ -91,6 +92,23 @@ class Cells:
         return self.folder / f"{row.name}-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What else was seen of a run."""
+
+    foreign_cores: float
+    """Cores that were busy with what is neither a server of ours nor its client."""
+    tbt_s: Floats
+    """Gaps between tokens, of all requests."""
+    timeline: Timeline
+
+    @classmethod
+    def of(cls, run: Mapping[str, Any]) -> Beside:
+        """Read it from what was kept of a run."""
+        gaps = np.asarray([gap for each in run["itls"] for gap in each], float)
+        return cls(foreign_cores=float(run["foreign_cores"]), tbt_s=gaps, timeline=Timeline.of(run))
+
+
 @dataclass
 class Found:
     """What came of a comparison."""
@@ -102,12 +120,17 @@ class Found:
     offered: dict[tuple[float, int], Sequence[SimRequest]] = field(default_factory=dict)
     flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Of servers that were tuned."""
-    foreign_cores: dict[tuple[str, float, int], float] = field(default_factory=dict)
-    """Server, load and repeat -> cores that were busy with what is neither a server of ours nor its client."""
+    beside: dict[tuple[str, float], list[Beside]] = field(default_factory=dict)
+    """Server and load -> what else was seen of each run."""
     failed: dict[str, str] = field(default_factory=dict)
     """Servers that did not start, or ended, and why."""
     stopped: str = ""
     """Why there are no more repeats."""
+
+    @property
+    def foreign_cores(self) -> float:
+        """Cores that others kept busy, in the run in which it was most."""
+        return max((one.foreign_cores for each in self.beside.values() for one in each), default=0.0)
 
     def pairs(self, server: str, asked: Asked, load: float) -> tuple[list[int], list[list[Observed]]]:
         """Return the repeats that a server, the baseline and its twin have of a load, and the runs of each."""
@@ -184,7 +207,7 @@ def _served(
             one = observed(run, requests)
             found.offered[load, repeat] = requests
             found.runs.setdefault((row.name, load), {})[repeat] = one
-            found.foreign_cores[row.name, load, repeat] = float(run["foreign_cores"])
+            found.beside.setdefault((row.name, load), []).append(Beside.of(run))
             failed = f", {one.failed} failed" if one.failed else ""
             mean = measured(one).get(MEAN, float("nan"))
             tell(f"repeat {repeat + 1}, {row.name} at {load:g}: mean e2e {mean:.4g} s{failed}")

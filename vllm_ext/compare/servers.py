@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from vllm_ext import envs
 from vllm_ext.compare.replay import sent
+from vllm_ext.compare.watch import Watch
 from vllm_ext.demo.server import ServerError, ServerProcess
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.workloads.build import build
@@ -71,11 +73,11 @@ class _Http:
 
     def serve(self, workload: WorkloadSpec) -> dict[str, Any]:
         requests = list(build(workload).start())
-        with self.log_path.open("a", encoding="utf-8") as log:
+        with self.log_path.open("a", encoding="utf-8") as log, Watch(self.url) as watch:
             found = sent(self.url, self.model, requests, forced=self.forced, log=log)
         if self.process is not None and not self.process.is_running():
             raise ServerError(f"the server ended while it served; its last lines:\n{self.process.log_tail()}")
-        return found
+        return {**found, "timeline": watch.timeline.kept()}
 
 
 @dataclass
@@ -161,6 +163,8 @@ class Clocked:
     cost: CostSpec
     noise: float = 0.0
     """Standard deviation of the logarithm of a step's time."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Of the processes, beside this one's."""
 
     @contextlib.contextmanager
     def started(self, row: Row) -> Iterator[Server]:
@@ -169,7 +173,7 @@ class Clocked:
         with log_path.open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "vllm_ext.compare.clocked"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=log, text=True,
+                stderr=log, text=True, env={**os.environ, **self.env},
             )  # fmt: skip
         with process:
             try:

@@ -18,13 +18,15 @@ from vllm_ext.report import page, plots
 from vllm_ext.report.results import Result
 from vllm_ext.report.table import Table
 
-_COLUMNS = (MEAN, P99, "mean TTFT", "P90 TTFT", "P99 longest gap", "mean normalised")
+_COLUMNS = (MEAN, P99, "mean TTFT", "P90 TTFT", "mean TPOT", "P99 longest gap", "mean normalised")
 _OF_OBJECTIVES = ("on time", "goodput")
 _SPREAD = {
     "ttft_s": "time to first token",
+    "tbt_s": "time between tokens",
     "e2e_s": "end-to-end latency",
-    "longest_gap_s": "longest gap between tokens",
+    "normalised_s": "end-to-end latency per output token",
 }
+"""What is drawn as a distribution: of requests, but of `Beside` the times between all tokens."""
 
 
 class _Told(NamedTuple):
@@ -66,9 +68,27 @@ class Shown:
                 if runs := self._runs(row.name, load):
                     joined = Observed.joined(runs)
                     values = measured(joined)
-                    rows.append([load, row.name, len(runs), joined.failed, *(values.get(name) for name in columns)])
+                    shown = [values.get(name) for name in columns]
+                    preempted = self._preemptions(row.name, load)
+                    rows.append([load, row.name, len(runs), joined.failed, preempted, *shown])
         title = f"load 1 is {self.found.rate_per_s:.4g} requests/s; latencies in seconds"
-        return Table(["load", "server", "repeats", "failed", *columns], rows, title=title)
+        return Table(["load", "server", "repeats", "failed", "preemptions", *columns], rows, title=title)
+
+    def by_class(self) -> Table | None:
+        """Return the share of each class of service that met its objectives; None without two classes."""
+        names = self._classes()
+        rows = []
+        for load in self.asked.loads:
+            for row in self.asked.rows:
+                runs = self.found.runs.get((row.name, load), {})
+                offered = [one for repeat in runs for one in self.found.offered[load, repeat]]
+                if runs:
+                    met = Observed.joined([*runs.values()]).on_time
+                    shares = [float(met[np.array([one.tier == name for one in offered])].mean()) for name in names]
+                    rows.append([load, row.name, *shares])
+        if len(names) < 2 or not rows:
+            return None
+        return Table(["load", "server", *names], rows, title="share that met all of its objectives, by class")
 
     def words(self) -> Iterator[str]:
         """Yield what is said of each server, which flags to set, and what failed."""
@@ -107,23 +127,34 @@ class Shown:
                 for name, what in _SPREAD.items()
             ),
             page.Chart(
-                caption=f"Requests without a token yet, and with one, in the first repeat at {highest:g}",
-                alt=f"Lines over time of waiting and running requests of {names}",
+                caption=f"What waited and ran, and how full KV memory was, in the first repeat at {highest:g}",
+                alt=f"Lines over time of waiting and running requests, and of KV memory in use, of {names}",
                 draw=lambda path: plots.over_time(self._over_time(highest), path),
             ),
         ]  # fmt: skip
         failed = [f"{name} failed: {why}" for name, why in self.found.failed.items()]
+        by_class = self.by_class()
         return page.Page(
             title=f"{self.asked.baseline.name} against {', '.join(row.name for row in self.asked.others)}",
             verdicts=verdicts, command=made.command, facts=page.facts_of(made),
             sections=[page.Section(title="Latency", charts=charts[:-1]),
                       page.Section(title="Over time", charts=charts[-1:]),
+                      *([page.Section(title="By class of service", table=by_class)] if by_class else []),
                       page.Section(title="Every server at every load", table=self.table())],
             left_out=[*failed, *self.notes, f"stopped: {self.found.stopped}"],
         )  # fmt: skip
 
     def _runs(self, server: str, load: float) -> list[Observed]:
         return [*self.found.runs.get((server, load), {}).values()]
+
+    def _preemptions(self, server: str, load: float) -> float | None:
+        """Return the mean over the repeats; None where a run does not know."""
+        counts = [one.timeline.preemptions for one in self.found.beside.get((server, load), ())]
+        known = [count for count in counts if count is not None]
+        return sum(known) / len(known) if counts and len(known) == len(counts) else None
+
+    def _classes(self) -> list[str]:
+        return sorted({one.tier for requests in self.found.offered.values() for one in requests if one.tier})
 
     @cached_property
     def _told(self) -> dict[str, list[_Told]]:
@@ -141,7 +172,7 @@ class Shown:
     def _who_pays(self, server: str, load: float) -> list[str]:
         repeats, (ours, base, _) = self.found.pairs(server, self.asked, load)
         offered = [self.found.offered[load, repeat] for repeat in repeats]
-        names = sorted({one.tier for requests in offered for one in requests if one.tier})
+        names = self._classes()
         classes = {
             f"class {name}": [np.array([one.tier == name for one in requests]) for requests in offered]
             for name in (names if len(names) > 1 else [])
@@ -162,22 +193,33 @@ class Shown:
         return series
 
     def _draw_distributions(self, name: str, load: float, path: Path) -> None:
-        curves = [
-            plots.empirical_cdf(row.name, np.concatenate(parts), parts=parts)
-            for row in self.asked.rows
-            if (parts := [getattr(run, name) for run in self._runs(row.name, load)])
-        ]
+        curves = []
+        for row in self.asked.rows:
+            runs: Sequence[object] = self._runs(row.name, load)
+            if name == "tbt_s":
+                runs = self.found.beside.get((row.name, load), ())
+            if len(together := np.concatenate([np.empty(0), *(parts := [getattr(one, name) for one in runs])])):
+                curves.append(plots.empirical_cdf(row.name, together, parts=parts))
         plots.cdf(curves, path, xlabel=f"{_SPREAD[name]} (s)", log_x=True)
 
     def _over_time(self, load: float) -> list[plots.Panel]:
-        waiting, running = [], []
+        """Return what the servers said of themselves; where one said nothing, what its client knows."""
+        waiting, running, kv = [], [], []
         for row in self.asked.rows:
-            if runs := self._runs(row.name, load):
-                one = runs[0][~np.isnan(runs[0].e2e_s)]
-                first, last = one.arrival_s + one.ttft_s, one.arrival_s + one.e2e_s
-                waiting.append(_count(row.name, one.arrival_s, first))
-                running.append(_count(row.name, first, last))
-        return [plots.Panel(ylabel="no token yet", series=waiting), plots.Panel(ylabel="running", series=running)]
+            if not (runs := self._runs(row.name, load)):
+                continue
+            line = self.found.beside[row.name, load][0].timeline
+            if line.at_s:
+                waiting.append(plots.Series(label=row.name, x=line.at_s, y=line.waiting))
+                running.append(plots.Series(label=row.name, x=line.at_s, y=line.running))
+                kv.append(plots.Series(label=row.name, x=line.at_s, y=line.kv_used))
+                continue
+            one = runs[0][~np.isnan(runs[0].e2e_s)]
+            first, last = one.arrival_s + one.ttft_s, one.arrival_s + one.e2e_s
+            waiting.append(_count(row.name, one.arrival_s, first))
+            running.append(_count(row.name, first, last))
+        panels = (("waiting", waiting), ("running", running), ("KV in use", kv))
+        return [plots.Panel(ylabel=label, series=series) for label, series in panels if series]
 
 
 def _count(label: str, starts: Any, ends: Any) -> plots.Series:
