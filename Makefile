@@ -25,10 +25,10 @@ setup: ## Build .venv, or bring it up to date
 	@$(PYTHON) scripts/setup_env.py --device $(DEVICE)
 
 serve: setup ## Serve a small model with vllm-ext and keep serving
-	@$(BIN)/vllm-ext demo --keep-serving $(ARGS)
+	@$(BIN)/vllm-ext demo --duel --keep-serving $(ARGS)
 
 demo: setup ## Serve a small model, show what vllm-ext does, stop
-	@$(BIN)/vllm-ext demo $(ARGS)
+	@$(BIN)/vllm-ext demo --duel $(ARGS)
 
 # In the order of the files, so that what takes longest is not left for the end.
 test: setup ## Run the tests; with ARGS, those that pytest chooses by them, one after the other

@@ -124,9 +124,15 @@ def rows(table: str) -> list[list[str]]:
 def test_table_has_one_finished_row_per_request_and_the_server_stays_until_ctrl_c(
     start: Callable[..., RunningDemo],
 ) -> None:
-    demo = start("--requests", "8", "--keep-serving")
+    demo = start("--duel", "--requests", "8", "--keep-serving")
     demo.wait_for(lambda: "Ctrl-C to stop" in demo.err.read_text())
-    table = demo.out.read_text()
+    duel, who_pays, table = demo.out.read_text().partition("Who pays with alise: ")
+    lines = [line.split("  ") for line in duel.splitlines()]
+    latencies = {
+        line[0]: [float(cell) for cell in line[1:] if cell][:2] for line in lines if line[0].startswith("mean")
+    }
+    assert who_pays
+    assert 0 < latencies["mean e2e (s)"][1] < latencies["mean e2e (s)"][0]
     # the summary line starts with a digit too
     *requests, summary = rows(table)
     assert [row[0] for row in requests] == [str(number) for number in range(1, 9)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from vllm_ext.cli.command import FAILED, Parser, guarded, need
+from vllm_ext.cli.command import FAILED, Parser, UsageError, guarded, need
 from vllm_ext.demo.server import ServerError, ServerProcess
 from vllm_ext.report import common_flags
 
@@ -70,12 +70,19 @@ def _serve(args: argparse.Namespace) -> int:
     from vllm_ext.demo.workload import make_workload
 
     requests = make_workload(args.requests, args.seed)
+    if args.duel and (args.model or not args.scheduler_cls):
+        raise UsageError("--duel: needs --scheduler-cls, and the embedded model, whose step times it goes by")
     if not args.model:
         from vllm_ext.tiny_model import build
 
         args.model = str(build())
         _say(f"model: {args.model}")
     folder = Path(tempfile.mkdtemp(prefix="vllm-ext-demo-"))
+    if args.duel:
+        from vllm_ext.demo.duel import duel
+
+        found = duel(args.model, engine_args(), args.scheduler_cls, folder, _say)
+        print("", found.table(), "", *found.words(), "", sep="\n", flush=True)
     request_log = folder / "requests.jsonl"
     server = ServerProcess(
         args.model, server_args(args.scheduler_cls, request_log), log_path=folder / "server.log", port=args.port,
@@ -94,13 +101,17 @@ def _serve(args: argparse.Namespace) -> int:
 
 def server_args(scheduler_cls: str, request_log: Path) -> list[str]:
     """Return the arguments of `vllm serve` for the demo; without a scheduler it is plain vLLM."""
-    args = (
-        f"--served-model-name {SERVED_NAME} --dtype float32 --enforce-eager --max-model-len {MAX_MODEL_LEN} "
-        f"--max-num-seqs {MAX_NUM_SEQS} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS} "
-        f"--kv-cache-memory-bytes {KV_CACHE_BYTES}"
-    ).split()
+    args = ["--served-model-name", SERVED_NAME, *engine_args()]
     ours = ["--scheduler-cls", scheduler_cls, "--ext-request-log", str(request_log), "--ext-metrics-interval-s", "0.25"]
     return args + (ours if scheduler_cls else [])
+
+
+def engine_args() -> list[str]:
+    """Return those of them that an engine takes as well."""
+    return (
+        f"--dtype float32 --enforce-eager --max-model-len {MAX_MODEL_LEN} --max-num-seqs {MAX_NUM_SEQS} "
+        f"--block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS} --kv-cache-memory-bytes {KV_CACHE_BYTES}"
+    ).split()
 
 
 def _ask_and_report(server: ServerProcess, requests: Sequence[DemoRequest], request_log: Path | None) -> bool:
@@ -181,6 +192,8 @@ def _parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--requests", type=int, default=36, metavar="N", help="how many to send (default: %(default)s)")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="of the server; 0 takes a free one (default)")
+    parser.add_argument("--duel", action="store_true", help="first serve the same bursts with stock vLLM and with the "
+                        "system, by a clock that is the same on every machine")  # fmt: skip
     parser.add_argument("--keep-serving", action="store_true", help="leave the server up until Ctrl-C")
     common_flags.add(parser, seed="seed of the requests (default: 0)")
     return parser
