@@ -4,7 +4,7 @@ Upstream symbol: ``EngineCore``; the calls get names that vLLM does not use. Sea
 structure, and vLLM drops fields it does not know on the way to the front end; utility calls are dispatched by name on
 ``EngineCore`` and are the one channel that carries a dictionary of ours.
 Breaks without: no ``vllm_ext:*`` metrics, no request log, no predictions that come after a request was queued, and no
-admin endpoint of the KV tier.
+admin endpoint.
 Can go: when a scheduler can send statistics of its own.
 """
 
@@ -38,6 +38,12 @@ def vllm_ext_kv_tier(self: Any, action: str, arguments: dict[str, Any]) -> dict[
     return answer
 
 
+def vllm_ext_policy(self: Any, wanted: dict[str, Any] | None) -> dict[str, Any]:
+    """Change what an administrator may change of the policies, as ``PolicySwitch.change`` does."""
+    answer: dict[str, Any] = self.scheduler.switch.change(wanted)
+    return answer
+
+
 HOOKS: tuple[Hook, ...] = (
     Addition(
         target="vllm.v1.engine.core:EngineCore.vllm_ext_state",
@@ -57,10 +63,18 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Addition(
         target="vllm.v1.engine.core:EngineCore.vllm_ext_kv_tier",
-        feature="KV tier's admin endpoint",
+        feature="admin endpoint",
         why="utility calls are the one way from a front end to its scheduler, and are dispatched by name",
         breaks_without="conversations in the KV tier can't be listed or dropped by hand",
         remove_when="a front-end plugin can speak to the scheduler",
         value=vllm_ext_kv_tier,
+    ),
+    Addition(
+        target="vllm.v1.engine.core:EngineCore.vllm_ext_policy",
+        feature="admin endpoint",
+        why="utility calls are the one way from a front end to its scheduler, and are dispatched by name",
+        breaks_without="the policies of a server that runs can't be switched off",
+        remove_when="a front-end plugin can speak to the scheduler",
+        value=vllm_ext_policy,
     ),
 )

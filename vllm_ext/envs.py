@@ -18,7 +18,7 @@ BENCH_STEP_RECORD = "VLLM_EXT_BENCH_STEP_RECORD"
 """``1``: the engine core records what its scheduler is told and decides (benchmarks and tests only)."""
 
 ADMIN_KEY = "VLLM_EXT_ADMIN_KEY"
-"""Key of the KV tier's admin endpoint, without which that does not open."""
+"""Key of the admin endpoint, without which that does not open."""
 
 LEAST_KEY_CHARS = 16
 
@@ -60,7 +60,7 @@ def shared_predictor() -> str:
 
 
 def admin_key() -> str:
-    """Return the key of the KV tier's admin endpoint.
+    """Return the key of the admin endpoint.
 
     Raises:
         ValueError: The variable is unset, too short, or holds what no header carries; the key is not shown.
@@ -70,8 +70,8 @@ def admin_key() -> str:
         return key
     found = f"has {len(key)} characters" if key else "is not set"
     raise ValueError(
-        f"{ADMIN_KEY} {found}: --kv-tier-admin needs a key of its own there, of at least {LEAST_KEY_CHARS} printable "
-        "ASCII characters without blanks; set it, or leave out the flag"
+        f"{ADMIN_KEY} {found}: the admin endpoint needs a key of its own there, of at least {LEAST_KEY_CHARS} "
+        "printable ASCII characters without blanks; set it, or leave out --ext-admin and --kv-tier-admin"
     )
 
 

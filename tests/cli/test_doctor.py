@@ -166,7 +166,7 @@ def states(findings: list[Finding]) -> dict[str, str]:
 
 def test_table_of_features_knows_every_hook() -> None:
     assert {each.feature for each in registry.hooks()} == {*FEATURES, *doctor.SHARED}
-    optional = {each.feature for each in registry.hooks() if each.optional} - {"KV tier's admin endpoint"}
+    optional = {each.feature for each in registry.hooks() if each.optional} - {"admin endpoint"}
     assert optional == {finding.feature for finding in all_hooks() if finding.optional}
 
 
@@ -177,7 +177,6 @@ def test_feature_whose_hook_changed_says_so_with_the_remedy_and_takes_along_what
         "prediction": "changed upstream",
         "KV tier": "changed upstream",
         "KV tier on disk": "not available",
-        "KV tier's admin endpoint": "not available",
     }
     by_name = doctor.features(findings)
     assert by_name["metrics"].detail == "1 of 2 hooks do not fit the vLLM installed"

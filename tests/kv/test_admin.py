@@ -167,12 +167,13 @@ ADMIN = {"kv_tier": {"gib": 1.0, "admin": True}}
         (ADMIN, "API_SERVER", True),
         (ADMIN, "OPENAI_BATCH_RUNNER", False),
         (ADMIN, "LLM_CLASS", False),
+        ({"admin": True}, "OPENAI_API_SERVER", True),
         ({"kv_tier": {"gib": 1.0}}, "OPENAI_API_SERVER", False),
         ({}, "OPENAI_API_SERVER", False),
     ],
 )
 def test_routes_are_added_to_servers_that_ask_for_them(options: dict[str, Any], usage: str, wanted: bool) -> None:
-    assert ("kv-admin" in needed_groups(parse(options), usage)) is wanted
+    assert ("admin" in needed_groups(parse(options), usage)) is wanted
 
 
 def test_the_flag_sets_the_option_and_what_makes_no_sense_is_refused() -> None:

@@ -42,7 +42,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "KV in 8 bits on the device": (ATTENTION,),
         KV_TIER: (),
         "KV tier on disk": (KV_TIER,),
-        "KV tier's admin endpoint": (KV_TIER,),
+        "admin endpoint": (),
         "gaps in kept KV": (),
         "gaps in kept KV in one step": ("gaps in kept KV",),
         "exit status": (),

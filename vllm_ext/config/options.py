@@ -22,6 +22,9 @@ from vllm_ext.config.slo import SloConfig
 AXES = ("ordering", "admission", "budget", "residency", "sharing")
 """The five policies of a system; each has a dictionary of parameters in `ExtConfig`."""
 
+ADMIN_POLICY, ADMIN_KV_TIER = "policy", "kv-tier"
+"""Parts of the admin endpoint."""
+
 _GAMMA = {"normalised": 0.25, "mean": 0.5, "tail": 1.0}
 """By what is to be short: how much waiting counts against cost."""
 
@@ -142,6 +145,10 @@ class ExtConfig(Options):
     metrics_interval_s: Annotated[float, Flag("--ext-metrics-interval-s", metavar="S")] = Field(default=1.0, ge=0)
     """Seconds between two readings of the scheduler's state for the metrics; 0 switches them off."""
 
+    admin: Annotated[bool, Flag("--ext-admin")] = False
+    """Whether `/vllm-ext/policy` lets an administrator switch policies, token budget and bounds of objectives while the
+    server runs, with the key in ``VLLM_EXT_ADMIN_KEY``."""
+
     request_log: Annotated[Text | None, Flag("--ext-request-log", metavar="FILE")] = None
     """JSON-lines file that receives one line per finished request. Written by the front end, never on the step path."""
 
@@ -163,6 +170,12 @@ class ExtConfig(Options):
 
     allow_oracle: bool = False
     """Offline benchmarks only: permits ``oracle-*`` systems, which see the true output length."""
+
+    @property
+    def admin_parts(self) -> frozenset[str]:
+        """Parts of the admin endpoint that were asked for."""
+        wanted = {ADMIN_POLICY: self.admin, ADMIN_KV_TIER: self.kv_tier.admin}
+        return frozenset(part for part, asked in wanted.items() if asked)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -26,7 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "shed": ("slo_shedding",),
     "kv-tier": ("kv_tier_reliances",),
     "kv-disk": ("kv_disk_reliances",),
-    "kv-admin": ("kv_admin",),
+    "admin": ("admin",),
     "kv-gaps": ("gap_reliances",),
     "kv-gaps-fused": ("gap_attention",),
     "kv-gaps-v1": ("gap_rows_v1",),

@@ -46,7 +46,7 @@ def refused_arguments(args: Any, *, serves: bool) -> str | None:
         config = with_host_memory(config, typed.get("kv_transfer_config"))
         if config.kv_tier.gib:
             tier_connector(config, typed.get("kv_transfer_config"))
-        if serves and config.kv_tier.admin:
+        if serves and config.admin_parts:
             envs.admin_key()
     except ConfigError as error:
         return flags.in_flags(error, typed)

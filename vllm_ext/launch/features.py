@@ -95,8 +95,8 @@ def _not_verified(groups: tuple[str, ...]) -> str | None:
 
 
 def opens_admin(config: ExtConfig, usage_context: object) -> bool:
-    """Whether a process answers administrators of the KV tier."""
-    return usage_context in SERVERS and config.kv_tier.admin
+    """Whether a process answers administrators."""
+    return usage_context in SERVERS and bool(config.admin_parts)
 
 
 def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
     if usage_context in _HTTP:
         groups.append("http")
     if opens_admin(config, usage_context):
-        groups.append("kv-admin")
+        groups.append("admin")
     if config.token_memory_mib:
         groups.append("token-memory")
     if config.response_store and usage_context in _HTTP:

@@ -45,6 +45,7 @@ from vllm_ext.scheduling.planner import Planner
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.state import queue_state
+from vllm_ext.scheduling.switch import PolicySwitch
 from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
 from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.step_time.profile import engine_key, load_runtime_model
@@ -132,6 +133,8 @@ class SteeredScheduler(AsyncScheduler):
             slo=config.slo,
             window=self.policies.history or config.prediction.window,
         )
+        self.switch = PolicySwitch(self, config.slo, self._reordered)
+        self.tracked.bounded = self.switch.bounded
         samples = None if config.step_record is None else StepSamples(key, vllm_version)
         self.observer = Observer(self.tracked, config.record_capacity, samples)
         self._now = self.clock()
@@ -275,20 +278,26 @@ class SteeredScheduler(AsyncScheduler):
             self.ranked.begin_step(now, adapter_places(self) if self.lora_config else None)
             num_waiting = len(self.ranked)
             self.running_order.update(now)
-            if not self._stalled:
+            if not (self._stalled or self.switch.by_arrival):
                 plan = self.planner.plan(now, num_waiting)
                 self.observer.refused(self.planner.why)
         except Exception:  # noqa: BLE001 - whatever a policy raises costs its step the plan, not the server its life
             self._policy_failed()
-        if self._failing:
+        if self._failing or self.switch.by_arrival:
             self._failing = False
-            plan = NO_PLAN
+            plan, self.planner.why = NO_PLAN, {}
             self.ranked.by_arrival = True
             self.running.sort(key=self._ties)
         self._stalled = False
         self.running_order.spare_batch()
         self.observer.planned(time.perf_counter() - started)
         return plan
+
+    def _reordered(self) -> None:
+        """Have everybody ranked again, by the system or by arrival."""
+        if self._steers:
+            self.ranked.prices_changed()
+            self.running_order.rerank_all()
 
     def _policy_failed(self) -> None:
         """Count a policy's exception and make the step at hand, or the next one, first come, first served."""
@@ -516,7 +525,7 @@ class SteeredScheduler(AsyncScheduler):
         self, tracked: TrackedRequest, ask: Callable[[RequestView, float], Rank], *, by_arrival: bool
     ) -> Rank:
         self.observer.counters.demotions += self.tracked.outlived(tracked)
-        if by_arrival:  # the same for every request: no view is needed to know it
+        if by_arrival or self.switch.by_arrival:  # the same for every request: no view is needed to know it
             return BY_ARRIVAL
         try:
             rank = ask(self.tracked.view(tracked), self._now)
@@ -533,6 +542,7 @@ class SteeredScheduler(AsyncScheduler):
         state = self.observer.state(since)
         queue, why = (self.ranked, self.planner.why) if self._steers else (None, {})
         state |= queue_state(self, queue, self.tracked, self.clock(), why)
+        state["switch"] = self.switch.state()
         state |= {"system": self.policies.system.name, "policies": self.policies.describe()}
         if self.tier_account is not None:
             state["kv_tier"] = self.tier_account.state()

@@ -104,6 +104,7 @@ class TrackedRequests:
         self.finished_lengths = Window(window)
         """Output lengths of the requests that finished last, whoever they were."""
         self._slo = slo
+        self.bounded: Callable[[Slo], Slo] = lambda slo: slo
         self._quantile = quantile
         self._conditional = refresh == "conditional"
         self.runtime = runtime
@@ -142,7 +143,7 @@ class TrackedRequests:
         self._count += 1
         tracked = TrackedRequest(request, self._count, now, hints)
         tracked.client = self.client(tracked.origin)
-        tracked.slo = resolve(hints, request.num_prompt_tokens, self._slo)
+        tracked.slo = self.bounded(resolve(hints, request.num_prompt_tokens, self._slo))
         true_length = true_output_tokens(extra_args) if self.use_oracle else None
         if true_length is not None:
             distribution = LengthDistribution.point(max(true_length, 1)).capped(tracked.query.max_tokens)

@@ -1,4 +1,4 @@
-"""The KV tier's admin endpoint and metrics on a real server: what is seen, who may see it, and what it changes."""
+"""The admin endpoint and the KV tier's metrics on a real server: what is seen, who may see it, and what it changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _openings = itertools.count(10, 8)
 def server(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Host memory for a few conversations, and a device that holds the last ones only; its time goes by its steps."""
     args = ["--scheduler-cls", "alise-published", "--additional-config", json.dumps(OPTIONS), "--api-key", KEY]
-    args += ["--kv-tier-gib", str((CHUNKS + 0.5) * CHUNK_BYTES / 2**30), "--kv-tier-admin"]
+    args += ["--kv-tier-gib", str((CHUNKS + 0.5) * CHUNK_BYTES / 2**30), "--kv-tier-admin", "--ext-admin"]
     args += ["--enable-prompt-tokens-details"]
     args += ["--num-gpu-blocks-override", "18", "--max-num-seqs", "2", "--ext-metrics-interval-s", "0.2"]
     log, env = tmp_path_factory.mktemp("admin") / "server.log", {"VLLM_EXT_ADMIN_KEY": ADMIN_KEY}
@@ -194,3 +194,16 @@ def test_nothing_is_told_without_the_administrators_key(server: Served) -> None:
 @pytest.mark.parametrize("path", ["", "/conversations", "/conversations/a"])
 def test_a_server_that_was_not_asked_for_it_has_no_such_endpoint(alise: Served, path: str) -> None:
     assert call(alise, "GET", TIER + path, key=None)[0] == 404
+
+
+def test_the_policies_are_switched_off_and_on_again(server: Served) -> None:
+    policy = "/vllm-ext/policy"
+    started = done(server, "get", policy)
+    assert started["order"] == "system"
+    assert done(server, "post", policy, {"order": "arrival", "least_tbt_ms": 40})["least_tbt_ms"] == 40
+    wait_until(lambda: server.metric("vllm_ext:policy_by_arrival") == 1, "the gauge of the switch")
+    status, answer = call(server, "post", policy, {"max_num_batched_tokens": 1})
+    assert (status, answer["error"]["message"][:25]) == (400, "max_num_batched_tokens=1:")
+    assert call(server, "get", policy, key=KEY)[0] == 401
+    assert done(server, "delete", policy) == started
+    wait_until(lambda: server.metric("vllm_ext:policy_by_arrival") == 0, "the gauge of the switch")

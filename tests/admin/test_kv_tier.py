@@ -1,68 +1,28 @@
-"""The routes of the KV tier's admin endpoint in vLLM's application, with engine cores that answer what they like."""
+"""The KV tier's part of the admin endpoint in vLLM's application, with engine cores that answer what they like."""
 
 from __future__ import annotations
 
 import asyncio
-from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
-from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from tests.support.admin_server import API_KEY, KEY, Answer, Client, server
 from vllm_ext import envs
+from vllm_ext.admin import engines
+from vllm_ext.admin.kv_tier import router
+from vllm_ext.admin.plugin import AdminPlugin
 from vllm_ext.hooks import registry
-from vllm_ext.kv.conversations import admin_http
 
-Answer = Callable[..., Any]
-URL, KEY, API_KEY = admin_http.PREFIX, "key-of-the-administrator", "key-of-the-clients"
+URL = router.prefix
 ROW = {"name": "a"}
-
-
-class Client:
-    """vLLM's client of so many engine cores."""
-
-    def __init__(self, *answers: Answer) -> None:
-        self.core_engines = [bytes([number]) for number in range(len(answers))]
-        self.asked: list[tuple[Any, ...]] = []
-        self._answers = answers
-
-    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
-        self.asked.append((engine[0], method, *args))
-        answer = self._answers[engine[0]](method, *args)
-        return await answer if asyncio.iscoroutine(answer) else answer
 
 
 @pytest.fixture(autouse=True)
 def admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(envs.ADMIN_KEY, KEY)
-
-
-def server(
-    client: Client, *, admin: bool = True, key: str | None = KEY, api_key: str | None = API_KEY, root_path: str = ""
-) -> TestClient:
-    """Build the application as vLLM does, as far as it matters here; its client sends the key."""
-    args = Namespace(
-        api_key=[api_key] if api_key else None, allowed_origins=["*"], allow_credentials=False, allowed_methods=["*"],
-        allowed_headers=["*"], enable_request_id_headers=False, middleware=[], log_error_stack=False,
-    )  # fmt: skip
-    app = FastAPI()
-    app.state.args = args
-    app.root_path = root_path
-    plugin = admin_http.AdminPlugin()
-    plugin.attach_router(app)
-    init_exception_handler(app)
-    init_entrypoints_middleware(args, app, ())
-    options = {"vllm_ext": {"kv_tier": {"gib": 1.0, "admin": admin}}}
-    engine: Any = Namespace(vllm_config=Namespace(additional_config=options), engine_core=client)
-    asyncio.run(plugin.init_state(engine, app.state, args))
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return TestClient(app, raise_server_exceptions=False, headers=headers)
 
 
 def found(_: str, action: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +141,7 @@ def test_an_engine_that_is_dead_or_does_not_answer_is_503(monkeypatch: pytest.Mo
     client = server(Client(found, dead))
     for answer in (client.get(URL), client.delete(f"{URL}/conversations"), client.post(f"{URL}/drop", json=ROW)):
         assert (answer.status_code, "an engine core has died" in text(answer)) == (503, True)
-    monkeypatch.setattr(admin_http, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(engines, "_PATIENCE_S", 0.01)
     answer = server(Client(found, lambda *_: asyncio.sleep(60))).get(URL)
     assert (answer.status_code, "did not answer" in text(answer)) == (503, True)
 
@@ -212,7 +172,7 @@ def test_no_other_key_opens_it(root_path: str, key: str | None) -> None:
 def test_its_key_opens_nothing_else_and_without_the_option_there_is_no_such_path() -> None:
     client = Client(found)
     assert server(client).get("/v1/models").status_code == 401
-    served = server(client, admin=False)
+    served = server(client, tier=False)
     assert served.get(URL).status_code == served.post(f"{URL}/drop", json=ROW).status_code == 404
     assert not client.asked
 
@@ -235,19 +195,19 @@ def test_without_a_key_there_is_no_endpoint(key: str | None, what: str, monkeypa
         monkeypatch.delenv(envs.ADMIN_KEY)
     else:
         monkeypatch.setenv(envs.ADMIN_KEY, key)
-    with pytest.raises(ValueError, match=f"^VLLM_EXT_ADMIN_KEY {what}.*: --kv-tier-admin needs a key of its own"):
+    with pytest.raises(ValueError, match=f"^VLLM_EXT_ADMIN_KEY {what}.*: the admin endpoint needs a key of its own"):
         server(Client(found))
 
 
 def test_vllm_is_given_the_plugin_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    undo = registry.install("kv-admin")
+    undo = registry.install("admin")
     try:
         from vllm.plugins import load_endpoint_plugins
 
         (plugin,) = load_endpoint_plugins(("generate",))
         assert isinstance(plugin, EndpointPlugin)
-        assert isinstance(plugin, admin_http.AdminPlugin)
+        assert isinstance(plugin, AdminPlugin)
         assert load_endpoint_plugins(("render",)) == []
     finally:
         undo()

@@ -1,9 +1,9 @@
-"""Adds the routes of the KV tier's admin endpoint to the API server; installed only with ``kv_tier.admin``.
+"""Adds the routes of the admin endpoint to the API server; installed only with ``admin`` or ``kv_tier.admin``.
 
 Upstream symbol: ``load_endpoint_plugins``, which vLLM asks for plugins that add routes, right before it builds its
 application. Seams tried: an entry point in the group ``vllm.endpoint_plugins`` is what we add, but vLLM loads it only
 if the user names it in ``VLLM_PLUGINS``, and warns of it in every server where that is not set; naming it there besides
-``--kv-tier-admin`` would say the same thing twice, and would switch off all plugins that are not named. A
+``--ext-admin`` would say the same thing twice, and would switch off all plugins that are not named. A
 ``--middleware`` is called before the API key was checked.
 Breaks without: no admin endpoint.
 Can go: when a plugin that is asked for by an option of its own need not be named in ``VLLM_PLUGINS``.
@@ -20,7 +20,7 @@ from vllm_ext.hooks.patch import Patch
 def _load_endpoint_plugins(
     original: Callable[..., Any], supported_tasks: tuple[str, ...] | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    from vllm_ext.kv.conversations.admin_http import AdminPlugin
+    from vllm_ext.admin.plugin import AdminPlugin
 
     plugins = original(supported_tasks, *args, **kwargs)
     ours = AdminPlugin()
@@ -31,12 +31,12 @@ def _load_endpoint_plugins(
 HOOKS = (
     Patch(
         target="vllm.plugins:load_endpoint_plugins",
-        feature="KV tier's admin endpoint",
+        feature="admin endpoint",
         why="endpoint plugins are loaded only if VLLM_PLUGINS names them, which switches off all others",
-        breaks_without="conversations in the KV tier can't be listed or dropped over HTTP",
+        breaks_without="policies can't be switched over HTTP, nor conversations in the KV tier listed or dropped",
         remove_when="a plugin that an option of its own asks for need not be named in VLLM_PLUGINS",
         replacement=_load_endpoint_plugins,
-        leave_out="--kv-tier-admin",
+        leave_out="--ext-admin, --kv-tier-admin",
         optional=True,
     ),
 )
