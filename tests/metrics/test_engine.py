@@ -77,6 +77,7 @@ def state(**changes: Any) -> dict[str, Any]:
         "runtime": {"mean_abs_relative_error": 0.0},
         "sharing": {"clients": 0, "spread": 0.0},
         "load": {"waiting_share": 0.0, "kv_share": 0.0},
+        "switch": {"by_arrival": False, "changes": 0},
         "longest_wait_by_level": {},
         "preemptions": {},
         "refusals": {},
