@@ -18,6 +18,6 @@ setup(
     package_dir=package_dir,
     package_data={
         "": ["*.cpp", "*.h"],
-        "vllm_ext": ["py.typed", "cli/*.txt", "hooks/verified/*.json", "report/*.html", "demo/*.json"],
+        "vllm_ext": ["py.typed", "cli/*.txt", "hooks/verified/*.json", "report/*.html"],
     },
 )

@@ -33,7 +33,7 @@ LAYERS = """
     simulation
     patches
     launch
-    predictor slo metrics token_memory
+    admin predictor slo metrics token_memory
     scheduling
     kv attention
     systems

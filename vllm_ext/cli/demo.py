@@ -71,7 +71,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     requests = make_workload(args.requests, args.seed)
     if args.duel and (args.model or not args.scheduler_cls):
-        raise UsageError("--duel: needs --scheduler-cls, and the embedded model, whose step times it goes by")
+        raise UsageError("--duel: needs --scheduler-cls, and the embedded model")
     if not args.model:
         from vllm_ext.tiny_model import build
 
@@ -79,9 +79,9 @@ def _serve(args: argparse.Namespace) -> int:
         _say(f"model: {args.model}")
     folder = Path(tempfile.mkdtemp(prefix="vllm-ext-demo-"))
     if args.duel:
-        from vllm_ext.demo.duel import duel
+        from vllm_ext.compare.duel import duel
 
-        found = duel(args.model, engine_args(), args.scheduler_cls, folder, _say)
+        found = duel(args.model, args.scheduler_cls, folder, _say)
         print("", found.table(), "", *found.words(), "", sep="\n", flush=True)
     request_log = folder / "requests.jsonl"
     server = ServerProcess(
@@ -101,17 +101,13 @@ def _serve(args: argparse.Namespace) -> int:
 
 def server_args(scheduler_cls: str, request_log: Path) -> list[str]:
     """Return the arguments of `vllm serve` for the demo; without a scheduler it is plain vLLM."""
-    args = ["--served-model-name", SERVED_NAME, *engine_args()]
+    args = (
+        f"--served-model-name {SERVED_NAME} --dtype float32 --enforce-eager --max-model-len {MAX_MODEL_LEN} "
+        f"--max-num-seqs {MAX_NUM_SEQS} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS} "
+        f"--kv-cache-memory-bytes {KV_CACHE_BYTES}"
+    ).split()
     ours = ["--scheduler-cls", scheduler_cls, "--ext-request-log", str(request_log), "--ext-metrics-interval-s", "0.25"]
     return args + (ours if scheduler_cls else [])
-
-
-def engine_args() -> list[str]:
-    """Return those of them that an engine takes as well."""
-    return (
-        f"--dtype float32 --enforce-eager --max-model-len {MAX_MODEL_LEN} --max-num-seqs {MAX_NUM_SEQS} "
-        f"--block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS} --kv-cache-memory-bytes {KV_CACHE_BYTES}"
-    ).split()
 
 
 def _ask_and_report(server: ServerProcess, requests: Sequence[DemoRequest], request_log: Path | None) -> bool:

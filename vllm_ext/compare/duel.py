@@ -1,12 +1,12 @@
-"""The same bursts against stock vLLM and against a system of ours, by a clock that every machine has.
+"""A duel: the same bursts against stock vLLM and against a system of ours, by a clock that every machine has.
 
-Two runs on a small or busy machine differ by more than two schedulers do. So vLLM's engine computes the tokens here,
-and each step takes what a kept profile of this model says (`step_times.json`, by `vllm-ext profile`).
+Two runs on a small or busy machine differ by more than two schedulers do. So vLLM's engine computes the tokens of a
+tiny model here, while each step takes what the cost model says of a model that people serve; see `clocked`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +18,15 @@ from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
-from vllm_ext.step_time import profile
 
-STEP_TIMES = Path(__file__).with_name("step_times.json")
+_HARDWARE = HardwareSpec(model="opt-13b", device="a100-40")
+_SCALE, _CONTEXT, _BLOCK, _SEATS, _BUDGET = 0.25, 512, 32, 256, 2048
+"""Of lengths and of KV memory, so that it takes seconds; seats and token budget are vLLM's defaults on that device."""
 BURSTS = WorkloadSpec(
-    source="sharegpt-like", scale_prompt=0.3, scale_output=0.25, max_model_len=1024, over_context="cut",
-    max_tokens=320, arrivals="gamma", cv=2.0, rate_per_s=4.0, num_requests=150, seed=3,
+    source="sharegpt-like", scale_prompt=_SCALE, scale_output=_SCALE, max_model_len=_CONTEXT, over_context="cut",
+    max_tokens=_CONTEXT // 2, arrivals="gamma", cv=2.0, rate_per_s=25.0, num_requests=400,
 )  # fmt: skip
-"""As long as the tiny model can serve in seconds, and as many a second as it carries: else nobody would wait."""
+"""As many a second as stock vLLM carries (docs/results/engine-clock.md): below that hardly anybody would wait."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Enough for a tiny model; several would wait for each other where others compute as well."""
 _SHOWN = (MEAN, P99, "mean TTFT", "P90 TTFT", "mean normalised")
@@ -51,22 +52,21 @@ class Duel:
 
     def words(self) -> Iterator[str]:
         """Yield what was run, by which clock, and who pays."""
-        times = profile.load(STEP_TIMES)
         yield (
-            f"{len(self.base.e2e_s)} requests in bursts, {BURSTS.rate_per_s:g} a second, on both. Tokens are computed "
-            f"here; a step takes what it took on {times.device} (off by {times.median_error:.0%} in the median), so "
-            "that every machine shows the same seconds."
+            f"The same {len(self.base.e2e_s)} requests in bursts on both, {BURSTS.rate_per_s:g} a second, about what "
+            "stock vLLM carries. Tokens are computed here, by a tiny model; a step takes what the cost model says of "
+            f"{_HARDWARE.model} on an {_HARDWARE.device}, with a quarter of its KV memory and of the lengths. So every "
+            "machine shows the same seconds."
         )
         paying = [*who_pays([self.ours], [self.base], {})]
         yield f"Who pays with {self.system}: " + ("; ".join(paying) or "nobody by more than 5 %")
 
 
-def duel(model: str, flags: Sequence[str], system: str, folder: Path, tell: Callable[[str], None]) -> Duel:
+def duel(model: str, system: str, folder: Path, tell: Callable[[str], None]) -> Duel:
     """Serve the bursts twice.
 
     Args:
-        model: Folder of the model.
-        flags: Of `vllm serve`, for both.
+        model: Folder of the tiny model.
         system: What ``--scheduler-cls`` takes.
         folder: Gets the engines' logs.
         tell: Gets a line before each.
@@ -74,10 +74,14 @@ def duel(model: str, flags: Sequence[str], system: str, folder: Path, tell: Call
     Raises:
         ServerError: An engine did not start, or ended.
     """
-    costs = CostSpec(kind="fitted", file=str(STEP_TIMES))
-    backend = Clocked(model, flags, folder, HardwareSpec(), costs, env=_ONE_THREAD)
-    requests = [*build(BURSTS).start()]
-    runs = []
+    blocks = _HARDWARE.resolve().num_kv_blocks(_BLOCK, max_num_batched_tokens=_BUDGET, max_num_seqs=_SEATS)
+    flags = (
+        f"--dtype float32 --enforce-eager --max-model-len {_CONTEXT} --max-num-seqs {_SEATS} --block-size {_BLOCK} "
+        f"--max-num-batched-tokens {_BUDGET} --num-gpu-blocks-override {int(_SCALE * blocks)} "
+        "--kv-cache-memory-bytes 536870912"
+    )
+    backend = Clocked(model, flags.split(), folder, _HARDWARE, CostSpec(), env=_ONE_THREAD)
+    requests, runs = [*build(BURSTS).start()], []
     for row in (Row("vLLM"), Row(system, ("--scheduler-cls", system))):
         tell(f"duel: {len(requests)} requests in bursts against {row.name}")
         with backend.started(row) as server:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_ext.compare.duel import BURSTS, Duel
 from vllm_ext.compare.observed import Observed
-from vllm_ext.demo.duel import BURSTS, STEP_TIMES, Duel
 from vllm_ext.simulation.workloads.build import build
-from vllm_ext.step_time.profile import load
 
 COUNT = 40
 
@@ -35,7 +34,8 @@ def test_who_pays_is_named_and_so_is_nobody() -> None:
     assert paying == "Who pays with alise: nobody by more than 5 %"
 
 
-def test_what_was_measured_is_shipped_and_named() -> None:
+def test_the_clock_and_the_load_are_named() -> None:
     what, *_ = Duel("alise", served(1.0), served(2.0)).words()
-    assert load(STEP_TIMES).device in what
+    assert what.startswith(f"The same {COUNT} requests in bursts on both, 25 a second")
+    assert "opt-13b on an a100-40" in what
     assert len(list(build(BURSTS).start())) == BURSTS.num_requests
