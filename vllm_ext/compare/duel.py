@@ -19,7 +19,7 @@ from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
-_HARDWARE = HardwareSpec(model="opt-13b", device="a100-40")
+HARDWARE = HardwareSpec(model="opt-13b", device="a100-40")
 _SCALE, _CONTEXT, _BLOCK, _SEATS, _BUDGET = 0.25, 512, 32, 256, 2048
 """Of lengths and of KV memory, so that it takes seconds; seats and token budget are vLLM's defaults on that device."""
 BURSTS = WorkloadSpec(
@@ -27,7 +27,7 @@ BURSTS = WorkloadSpec(
     max_tokens=_CONTEXT // 2, arrivals="gamma", cv=2.0, rate_per_s=25.0, num_requests=400,
 )  # fmt: skip
 """As many a second as stock vLLM carries (docs/results/engine-clock.md): below that hardly anybody would wait."""
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Enough for a tiny model; several would wait for each other where others compute as well."""
 _SHOWN = (MEAN, P99, "mean TTFT", "P90 TTFT", "mean normalised")
 
@@ -55,11 +55,21 @@ class Duel:
         yield (
             f"The same {len(self.base.e2e_s)} requests in bursts on both, {BURSTS.rate_per_s:g} a second, about what "
             "stock vLLM carries. Tokens are computed here, by a tiny model; a step takes what the cost model says of "
-            f"{_HARDWARE.model} on an {_HARDWARE.device}, with a quarter of its KV memory and of the lengths. So every "
+            f"{HARDWARE.model} on an {HARDWARE.device}, with a quarter of its KV memory and of the lengths. So every "
             "machine shows the same seconds."
         )
         paying = [*who_pays([self.ours], [self.base], {})]
         yield f"Who pays with {self.system}: " + ("; ".join(paying) or "nobody by more than 5 %")
+
+
+def engine_flags() -> list[str]:
+    """Return the flags of an engine that serves the bursts."""
+    blocks = HARDWARE.resolve().num_kv_blocks(_BLOCK, max_num_batched_tokens=_BUDGET, max_num_seqs=_SEATS)
+    return (
+        f"--dtype float32 --enforce-eager --max-model-len {_CONTEXT} --max-num-seqs {_SEATS} --block-size {_BLOCK} "
+        f"--max-num-batched-tokens {_BUDGET} --num-gpu-blocks-override {int(_SCALE * blocks)} "
+        "--kv-cache-memory-bytes 536870912"
+    ).split()
 
 
 def duel(model: str, system: str, folder: Path, tell: Callable[[str], None]) -> Duel:
@@ -74,13 +84,7 @@ def duel(model: str, system: str, folder: Path, tell: Callable[[str], None]) -> 
     Raises:
         ServerError: An engine did not start, or ended.
     """
-    blocks = _HARDWARE.resolve().num_kv_blocks(_BLOCK, max_num_batched_tokens=_BUDGET, max_num_seqs=_SEATS)
-    flags = (
-        f"--dtype float32 --enforce-eager --max-model-len {_CONTEXT} --max-num-seqs {_SEATS} --block-size {_BLOCK} "
-        f"--max-num-batched-tokens {_BUDGET} --num-gpu-blocks-override {int(_SCALE * blocks)} "
-        "--kv-cache-memory-bytes 536870912"
-    )
-    backend = Clocked(model, flags.split(), folder, _HARDWARE, CostSpec(), env=_ONE_THREAD)
+    backend = Clocked(model, engine_flags(), folder, HARDWARE, CostSpec(), env=ONE_THREAD)
     requests, runs = [*build(BURSTS).start()], []
     for row in (Row("vLLM"), Row(system, ("--scheduler-cls", system))):
         tell(f"duel: {len(requests)} requests in bursts against {row.name}")
