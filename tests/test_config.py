@@ -73,6 +73,12 @@ BAD = [
     ({"record_capacity": 0}, "record_capacity"),
     ({"request_log": ""}, "request_log"),
     ({"request_log": "log.jsonl", "metrics_interval_s": 0}, "request_log"),
+    ({"request_log": "log.jsonl", "request_log_mib": -1}, "request_log_mib"),
+    ({"request_log": "log.jsonl", "request_log_files": 0}, "request_log_files"),
+    ({"request_log": "log.jsonl", "request_log_sample": 0.0}, "request_log_sample"),
+    ({"request_log": "log.jsonl", "request_log_sample": 1.5}, "request_log_sample"),
+    ({"request_log_sample": 0.5}, "request_log_sample"),
+    ({"request_log_prompts": True}, "request_log_prompts"),
     ({"profile": 3}, "profile"),
     ({"allow_oracle": 1}, "allow_oracle"),
 ]

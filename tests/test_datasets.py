@@ -90,6 +90,10 @@ CHAT = (said("c1", "Why?", "Because.", said("c1", "Really?", "Yes.")),)
         ("r.jsonl", lines(LOGGED | {"arrival_unix_s": 9.5}, LOGGED | {"conversation_id": None},
                           LOGGED | {"output_tokens": 0, "finish_reason": "abort"}), "request-log",
          (row("line 2", 30, 7, 8.25), row("line 1", 30, 7, 9.5, conversation="c")), 1),
+        ("r.jsonl", lines(LOGGED | {"conversation_id": None, "hash_ids": [9], "sample": 0.5, "wait": {}},
+                          LOGGED | {"prompt_tokens": 2, "prompt_token_ids": [5, 6], "hash_ids": [9]}), "request-log",
+         (row("line 1", 30, 7, 8.25, hash_ids=(9,), share=0.5),
+          row("line 2", 2, 7, 8.25, token_ids=(5, 6), conversation="c")), 0),
         ("v.json", json.dumps({"model_id": "m", "input_lens": [5, 6, 7], "output_lens": [2, 0, 3],
                                "start_times": [4.5, 4.25, 4.0]}), "vllm-bench",
          (row("line 1: request 3", 7, 3, 4.0), row("line 1: request 1", 5, 2, 4.5)), 1),
@@ -107,6 +111,13 @@ def test_rows_of_every_format(
     assert (dataset.name, dataset.format, dataset.skipped) == (name, format, skipped)
     assert dataset.sha256 == hashlib.sha256(path.read_bytes()).hexdigest(), "of the stored bytes"
     assert datasets.load(path, format, outputs_only=True) == dataset
+
+
+def test_a_log_knows_which_share_of_the_requests_it_holds(tmp_path: Path) -> None:
+    """Each line stands for 1 / sample requests: these two for 4 and 1, of which 2 were logged."""
+    path = write(tmp_path, "r.jsonl", lines(LOGGED | {"sample": 0.25}, LOGGED))
+    assert datasets.load(path).share == 2 / 5
+    assert datasets.load(write(tmp_path, "all.jsonl", lines(LOGGED, LOGGED))).share == 1
 
 
 def test_azure_times_keep_more_decimals_than_datetime_reads(tmp_path: Path) -> None:
@@ -211,6 +222,19 @@ def test_where_keeps_rows_whose_field_or_column_is_or_contains_a_value(tmp_path:
             for wrong in (5, [1] * 8, [9, *range(1, 9)], [0, *range(1, 9)], [1.5] * 9, "123456789")
         ),
         ("r.jsonl", lines(LOGGED | {"conversation_id": 5}), r"line 1: conversation_id: must be text, found int"),
+        (
+            "r.jsonl",
+            lines(LOGGED | {"hash_ids": [1, 2]}),
+            r"line 1: hash_ids: must have 1 ids for prompt_tokens=30, found 2",
+        ),
+        ("r.jsonl", lines(LOGGED | {"prompt_token_ids": "x"}), r"line 1: prompt_token_ids: must be a list of whole"),
+        (
+            "r.jsonl",
+            lines(LOGGED | {"prompt_token_ids": [1]}),
+            r"line 1: prompt_token_ids: must have prompt_tokens=30 ids",
+        ),
+        ("r.jsonl", lines(LOGGED | {"sample": 0}), r"line 1: sample: must be above 0 and at most 1, found 0.0"),
+        ("r.jsonl", lines(LOGGED | {"sample": "half"}), r"line 1: sample: must be a number, found 'half'"),
         (
             "v.jsonl",
             lines({"input_lens": [1], "output_lens": [], "start_times": [0.0]}),

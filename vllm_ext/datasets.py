@@ -27,13 +27,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vllm_ext.config import HASH_BLOCK_TOKENS
+
 _Read = TypeVar("_Read")
 _Made = TypeVar("_Made")
 _MOST_CHARS = 80
 """Of a wrong value in an error."""
 _LARGEST_SHOWN = 10**_MOST_CHARS
-HASH_BLOCK_TOKENS = 512
-"""Tokens of a block of `WorkloadRow.hash_ids`."""
 _USER_ROLES = frozenset({"human", "user"})
 _ASSISTANT_ROLES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
 
@@ -63,6 +63,10 @@ class WorkloadRow:
     hash_ids: tuple[int, ...] | None = None
     """One id per block of `HASH_BLOCK_TOKENS` prompt tokens, the last block perhaps partial: prompts whose leading ids
     are equal have equal leading tokens."""
+    token_ids: tuple[int, ...] | None = None
+    """The prompt itself, in ids of the recording's own tokenizer."""
+    share: float = 1.0
+    """Share of the requests that were recorded when this one was: a log may hold a sample."""
     conversation: str | None = None
     """Conversation of a request whose arrival is recorded: its prompt holds the earlier turns and their answers."""
     later: tuple[WorkloadRow, ...] = ()
@@ -81,6 +85,8 @@ class Dataset:
     """Requests in file order; of a conversation the first, which has the others."""
     sha256: str
     """Of the file as stored (compressed, if it is)."""
+    share: float = 1.0
+    """Share of the requests that came which the rows are."""
     skipped: int = 0
     """Valid entries that hold no request: conversations without an answered question, failed requests of a trace."""
     bad_rows: int = 0
@@ -134,7 +140,10 @@ def load(
             f"{file.name}: the {format} format has no prompts; prompts_from must say whose lengths to use"
         )
     sha256 = hashlib.sha256(stored).hexdigest()
-    return Dataset(name=file.name, format=format, rows=rows, sha256=sha256, skipped=skipped, bad_rows=bad.count)
+    share = len(rows) / sum(1 / row.share for row in rows)  # each row stands for 1 / share requests
+    return Dataset(
+        name=file.name, format=format, rows=rows, sha256=sha256, share=share, skipped=skipped, bad_rows=bad.count
+    )
 
 
 @dataclass
@@ -186,13 +195,13 @@ class _Entry:
             raise self.error(field, f"must be a whole number of at least {at_least}, found {_short(found)}")
         return value
 
-    def seconds(self, field: str, unit: str) -> float:
+    def number(self, field: str, unit: str) -> float:
         value = self.get(field)
         with contextlib.suppress(ValueError, OverflowError):
             if type(value) in ((str,) if self.is_csv else (int, float)):
-                seconds = _SECONDS[unit](value)
-                if math.isfinite(seconds):
-                    return seconds
+                number = _NUMBERS[unit](value)
+                if math.isfinite(number):
+                    return number
         raise self.error(field, f"must be a {unit}, found {_short(value)}")
 
     def meets(self, where: Mapping[str, frozenset[str]]) -> bool:
@@ -285,7 +294,8 @@ def _date_and_time(text: str) -> float:
 
 _QUANTILES = 9
 """As many as `length_distribution.LEVELS`."""
-_SECONDS: dict[str, Callable[[Any], float]] = {
+_NUMBERS: dict[str, Callable[[Any], float]] = {
+    "number": float,
     "number of seconds": float,
     "number of milliseconds": lambda value: float(value) / 1000,
     "date and time": _date_and_time,
@@ -325,7 +335,7 @@ def _jsonl(entry: _Entry) -> WorkloadRow:
         output_text=entry.text("output") if "output" in has else None,
         output_tokens=entry.tokens("output_tokens", 1) if "output_tokens" in has else None,
         output_quantiles=_quantiles(entry) if entry.value.get("output_quantiles") is not None else None,
-        arrival_s=entry.seconds("timestamp", "number of seconds") if timed else None,
+        arrival_s=entry.number("timestamp", "number of seconds") if timed else None,
     )
 
 
@@ -369,16 +379,42 @@ def _requests_of(entry: _Entry, columns: Sequence[str]) -> Iterator[_Entry]:
 
 
 def _request_log(entry: _Entry) -> WorkloadRow | None:
-    """A line of the server's own request log; conversations are in it if clients name them."""
+    """A line of the server's own request log; conversations are in it if clients name them.
+
+    Those say more of what prompts share than hash ids do, which know blocks only.
+    """
     prompt_tokens, output_tokens = entry.tokens("prompt_tokens"), entry.tokens("output_tokens")
-    arrival_s = entry.seconds("arrival_unix_s", "number of seconds")
+    arrival_s = entry.number("arrival_unix_s", "number of seconds")
     named = entry.value.get("conversation_id") is not None
     conversation = entry.text("conversation_id") if named else None
+    hash_ids, token_ids = _hash_ids(entry, "prompt_tokens", prompt_tokens), _ids(entry, "prompt_token_ids")
+    if token_ids is not None and len(token_ids) != prompt_tokens:
+        raise entry.error("prompt_token_ids", f"must have prompt_tokens={prompt_tokens} ids, found {len(token_ids)}")
+    share = entry.number("sample", "number") if "sample" in entry.value else 1.0
+    if not 0 < share <= 1:
+        raise entry.error("sample", f"must be above 0 and at most 1, found {share!r}")
     if not output_tokens or not prompt_tokens:
         return None
     return entry.row(
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, arrival_s=arrival_s, conversation=conversation
-    )
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, arrival_s=arrival_s, conversation=conversation,
+        hash_ids=None if named else hash_ids, token_ids=token_ids, share=share,
+    )  # fmt: skip
+
+
+def _ids(entry: _Entry, field: str) -> tuple[int, ...] | None:
+    ids = entry.value.get(field)
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise entry.error(field, "must be a list of whole numbers of at least 0")
+    return tuple(ids)
+
+
+def _hash_ids(entry: _Entry, prompt: str | None, prompt_tokens: int | None) -> tuple[int, ...] | None:
+    ids = _ids(entry, "hash_ids")
+    if ids is not None and (needed := -(-(prompt_tokens or 0) // HASH_BLOCK_TOKENS)) != len(ids):
+        raise entry.error("hash_ids", f"must have {needed} ids for {prompt}={prompt_tokens}, found {len(ids)}")
+    return ids
 
 
 def _trace(
@@ -389,16 +425,8 @@ def _trace(
     def read(entry: _Entry) -> WorkloadRow | None:
         prompt_tokens = None if prompt is None else entry.tokens(prompt)
         output_tokens = entry.tokens(output)
-        arrival_s = None if time is None else entry.seconds(time, unit)
-        hash_ids = entry.value.get("hash_ids")
-        if hash_ids is not None:
-            if not isinstance(hash_ids, list) or not all(type(i) is int and i >= 0 for i in hash_ids):
-                raise entry.error("hash_ids", "must be a list of whole numbers of at least 0")
-            if (needed := -(-(prompt_tokens or 0) // HASH_BLOCK_TOKENS)) != len(hash_ids):
-                raise entry.error(
-                    "hash_ids", f"must have {needed} ids for {prompt}={prompt_tokens}, found {len(hash_ids)}"
-                )
-            hash_ids = tuple(hash_ids)
+        arrival_s = None if time is None else entry.number(time, unit)
+        hash_ids = _hash_ids(entry, prompt, prompt_tokens)
         if not output_tokens or prompt_tokens == 0:
             return None  # the service failed or refused: no tokens to serve
         return entry.row(

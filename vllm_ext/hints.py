@@ -11,6 +11,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 MAX_CONVERSATION_ID_CHARS = 256
@@ -247,6 +248,16 @@ def check_lifetime(hints: RequestHints, cache_salt: str | None, server_ttl_s: fl
     if 0 < server_ttl_s < hints.kv_ttl_s:
         allowed = f"at most {server_ttl_s:g}, the server's own: a client can only shorten the life of a conversation"
         raise HintError("kv_ttl_s", hints.kv_ttl_s, allowed)
+
+
+def salt_tag(salt: str | None, key: bytes) -> str:
+    """Return what stands for a ``cache_salt``: a keyed hash, 32 hex digits, which means nothing elsewhere; "" for none.
+
+    Salts are secrets of tenants, and as long as their clients like: none is kept.
+    """
+    if not salt:
+        return ""
+    return blake2b(salt.encode(errors="surrogatepass"), key=key, digest_size=16).hexdigest()
 
 
 def check_conversation_id(field: str, value: Any) -> str | None:

@@ -148,6 +148,7 @@ def test_prompts_share_what_the_recorded_ones_share() -> None:
     first, second = (request(name, token_ids=[5, 900, 900, at]) for name, at in (("a", 1), ("b", 2)))
     assert prompt_of(first)[:3] == prompt_of(second)[:3]
     assert prompt_of(first) != prompt_of(second)
+    assert prompt_of(request("a", token_ids=[5, 50_000], recorded_ids=True)) == [5, 50_000], "as it was"
     assert prompt_of(request("a")) == prompt_of(request("a")) != prompt_of(request("b"))
 
 

@@ -95,6 +95,10 @@ def record(**changes: Any) -> dict[str, Any]:
         "predicted_tokens": 20,
         "prediction_source": "history",
         "e2e_s": 1.5,
+        "sampled": True,
+        "cache_salt": None,
+        "hash_ids": None,
+        "prompt_token_ids": None,
         **changes,
     }
 

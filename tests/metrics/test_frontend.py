@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_ext.config import ExtConfig
-from vllm_ext.metrics import frontend
-from vllm_ext.metrics.frontend import JsonLines, Poller, ensure_poller
+from vllm_ext.metrics import frontend, json_lines
+from vllm_ext.metrics.frontend import Poller, ensure_poller
 
 from .test_engine import record, state
 
@@ -84,7 +85,7 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(message % args)
 
     monkeypatch.setattr(frontend.logger, "exception", note)
-    monkeypatch.setattr(frontend.logger, "error", note)
+    monkeypatch.setattr(json_lines.logger, "error", note)
     return found
 
 
@@ -148,13 +149,6 @@ async def test_a_failing_engine_does_not_lose_the_records_of_the_others(tmp_path
     assert [line["req_id"] for line in lines(path)] == ["a"]
 
 
-async def test_an_existing_log_is_continued(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text('{"req_id": "before"}\n')
-    JsonLines(path, "request_log").append([record(req_id="after")])
-    assert [line["req_id"] for line in lines(path)] == ["before", "after"]
-
-
 @pytest.mark.parametrize("kind", ["folder in its place", "parent is a file"])
 async def test_a_log_that_can_t_be_written_is_reported_once_and_survived(
     kind: str, tmp_path: Path, messages: list[str]
@@ -165,7 +159,7 @@ async def test_a_log_that_can_t_be_written_is_reported_once_and_survived(
     else:
         path.parent.write_text("")
     client = Client()
-    engine = Engine(client, request_log=str(path))
+    engine = Engine(client, request_log=str(path), served_model_name=tmp_path.name)
     ensure_poller(engine)  # type: ignore[arg-type]
     for number in range(3):
         client.finish(f"r{number}")
@@ -174,8 +168,9 @@ async def test_a_log_that_can_t_be_written_is_reported_once_and_survived(
     assert not task.done()
     task.cancel()
     assert len(messages) == 1
-    assert "request_log" in messages[0]
-    assert str(path) in messages[0]
+    assert f"request_log={path}" in messages[0]
+    labels = {"model_name": tmp_path.name, "engine": "0"}
+    assert REGISTRY.get_sample_value("vllm_ext:request_log_lost_lines_total", labels) == 3
 
 
 async def test_a_dead_engine_ends_the_task(messages: list[str]) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.scheduling.finished import Counters, RecordBook, RequestRecord
+from vllm_ext.config import HASH_BLOCK_TOKENS
+from vllm_ext.scheduling.finished import Counters, LogDetails, RecordBook, RequestRecord, hash_ids
+from vllm_ext.simulation.engine.harness import block_hasher, make_request
 
 
 def record(seq: int) -> RequestRecord:
@@ -80,6 +82,72 @@ def test_a_reader_that_keeps_up_sees_every_record_once() -> None:
 def test_a_record_is_handed_out_as_plain_values() -> None:
     (plain,), _ = book(1).since(0)
     assert plain == {name: getattr(record(0), name) for name in RequestRecord.__dataclass_fields__}
+
+
+def test_what_was_fetched_is_let_go() -> None:
+    kept = book(4)
+    assert numbers(kept.since(2)) == ([2, 3], 0)
+    assert len(kept._records) == 2
+    assert numbers(kept.since(0)) == ([2, 3], 2)
+    assert numbers(kept.since(4)) == ([], 0)
+    assert len(kept._records) == 0
+
+
+def details(**changes: Any) -> LogDetails:
+    return LogDetails(**{"sample": 1.0, "prompts": False, "block_tokens": 16, **changes})
+
+
+def request(prompt: list[int], req_id: str = "r", **extra: Any) -> Any:
+    return make_request(req_id, prompt, max_tokens=4, hasher=block_hasher(16), **extra)
+
+
+def test_a_sample_has_its_share_of_requests_and_whole_conversations() -> None:
+    half = details(sample=0.5)
+    one = request([1, 2])
+    alone = [bool(half.of(request([1], f"r{n}"), None)) for n in range(1000)]
+    assert 400 < sum(alone) < 600
+    talks = [{bool(half.of(request([1], f"r{n}-{turn}"), f"talk-{n}")) for turn in range(5)} for n in range(200)]
+    assert all(len(each) == 1 for each in talks)
+    assert {True} in talks
+    assert {False} in talks
+    assert all(details(sample=0.8).of(one, f"talk-{n}") for n in range(200) if {True} == talks[n])
+
+
+def test_prompts_are_in_the_details_only_if_asked_for() -> None:
+    one = request([5, 6, 7], cache_salt="s")
+    assert details().of(one, None)["prompt_token_ids"] is None
+    assert details(prompts=True).of(one, None)["prompt_token_ids"] == [5, 6, 7]
+    assert details().of(one, None)["cache_salt"] == "s"
+
+
+@pytest.mark.parametrize("length", [16, 17, 511, 512, 513, 527, 528, 1024, 1500])
+def test_hash_ids_are_equal_as_long_as_prompts_are(length: int) -> None:
+    prompt = [7 * n % 900 for n in range(length)]
+    ids = hash_ids(request(prompt), 16)
+    assert ids is not None
+    assert len(ids) == -(-length // HASH_BLOCK_TOKENS)
+    assert ids == hash_ids(request(prompt), 16)
+    for changed in {0, length // 2, length - 1}:
+        other = hash_ids(request([*prompt[:changed], 901, *prompt[changed + 1 :]]), 16)
+        assert other is not None
+        equal = changed // HASH_BLOCK_TOKENS
+        assert [one == two for one, two in zip(ids, other, strict=True)] == [n < equal for n in range(len(ids))]
+    longer = hash_ids(request([*prompt, 902]), 16)
+    assert longer is not None
+    whole = length // HASH_BLOCK_TOKENS
+    assert (longer[:whole], longer[whole] in ids) == (ids[:whole], False)
+
+
+def test_tenants_share_no_hash_ids() -> None:
+    one, other = (hash_ids(request(list(range(600)), cache_salt=salt), 16) for salt in ("a", "b"))
+    assert one is not None
+    assert other is not None
+    assert set(one).isdisjoint(other)
+
+
+def test_without_prefix_hashes_or_with_blocks_that_do_not_divide_there_are_no_hash_ids() -> None:
+    assert hash_ids(make_request("r", [1] * 600, max_tokens=4), 16) is None
+    assert hash_ids(request([1] * 600), 48) is None
 
 
 def test_counters_of_two_schedulers_are_apart() -> None:

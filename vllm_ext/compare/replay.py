@@ -19,9 +19,11 @@ _LEAST_ID, _IDS = 10, 240
 
 
 def prompt_of(request: SimRequest) -> str | list[int]:
-    """Return the text, if there is one; else ids that share with other requests what the recorded ones share."""
+    """Return the prompt that was recorded; else ids that share with other requests what the recorded ones share."""
     if request.prompt is not None:
         return request.prompt
+    if request.token_ids is not None and request.recorded_ids:
+        return list(request.token_ids)
     if request.token_ids is not None:
         return [_LEAST_ID + one % _IDS for one in request.token_ids]
     made = np.random.default_rng(list(request.req_id.encode()))

@@ -6,13 +6,14 @@ from vllm_ext.config.errors import KEY, ConfigError
 from vllm_ext.config.flags import FLAGS, in_flags, merge_flags
 from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.config.model import Flag, flagged, made
-from vllm_ext.config.options import AXES, ExtConfig, parse, to_dict
+from vllm_ext.config.options import AXES, HASH_BLOCK_TOKENS, ExtConfig, parse, to_dict
 from vllm_ext.config.prediction import RETRIEVAL, PredictionConfig, PredictorConfig
 from vllm_ext.config.slo import SloClass, SloConfig
 
 __all__ = [
     "AXES",
     "FLAGS",
+    "HASH_BLOCK_TOKENS",
     "KEY",
     "RETRIEVAL",
     "AttentionConfig",

@@ -25,6 +25,9 @@ AXES = ("ordering", "admission", "budget", "residency", "sharing")
 ADMIN_POLICY, ADMIN_KV_TIER = "policy", "kv-tier"
 """Parts of the admin endpoint."""
 
+HASH_BLOCK_TOKENS = 512
+"""Prompt tokens that share one of the hash ids by which request logs and traces tell equal beginnings."""
+
 _GAMMA = {"normalised": 0.25, "mean": 0.5, "tail": 1.0}
 """By what is to be short: how much waiting counts against cost."""
 
@@ -152,6 +155,21 @@ class ExtConfig(Options):
     request_log: Annotated[Text | None, Flag("--ext-request-log", metavar="FILE")] = None
     """JSON-lines file that receives one line per finished request. Written by the front end, never on the step path."""
 
+    request_log_mib: Annotated[int, Flag("--ext-request-log-mib", metavar="MIB")] = Field(default=100, ge=0)
+    """Size in MiB at which the request log is rotated: ``FILE`` becomes ``FILE.1``. 0: never, an outside logrotate does
+    it."""
+
+    request_log_files: Annotated[int, Flag("--ext-request-log-files", metavar="N")] = Field(default=10, ge=1)
+    """Rotated request logs that are kept, ``FILE.1`` the newest; older ones are deleted."""
+
+    request_log_sample: Annotated[float, Flag("--ext-request-log-sample", metavar="SHARE")] = Field(
+        default=1.0, gt=0, le=1
+    )
+    """Share of requests that are logged, above 0 and at most 1. Conversations are logged whole or not at all."""
+
+    request_log_prompts: Annotated[bool, Flag("--ext-request-log-prompts")] = False
+    """Whether the request log holds the token ids of prompts, from which anybody who reads it can restore the text."""
+
     record_capacity: int = Field(default=4096, ge=1)
     """Records of finished requests kept for the front end to fetch."""
 
@@ -179,6 +197,10 @@ class ExtConfig(Options):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.request_log is None:
+            for name in ("request_log_sample", "request_log_prompts"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ConfigError(name, value, "needs request_log, the file")
         if self.request_log is not None and self.metrics_interval_s == 0:
             raise ConfigError("request_log", self.request_log, "needs metrics_interval_s greater than 0")
         if self.step_record is not None and self.metrics_interval_s == 0:

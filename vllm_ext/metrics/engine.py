@@ -181,6 +181,10 @@ def _lost() -> Any:
     return _metric(Counter, "lost_records", "Finished requests missing from histograms and request log.")
 
 
+def _unwritten() -> Any:
+    return _metric(Counter, "request_log_lost_lines", "Lines of the request log that could not be written.")
+
+
 class _Histograms:
     """What is told of every request."""
 
@@ -206,6 +210,7 @@ def declare() -> None:
             _metric(row.kind, prefix + row.name, row.text, *row.label.split())
     _histograms()
     _lost()
+    _unwritten()
 
 
 class EngineFeed:
@@ -226,6 +231,10 @@ class EngineFeed:
                 self._export(rows, state[part] if inner else state, prefix)
         for record in state["records"]:
             self._observe(record)
+
+    def unwritten(self, lines: int) -> None:
+        """Count lines of the request log that could not be written."""
+        _unwritten().labels(**self._labels).inc(lines)
 
     def _export(self, rows: tuple[Row, ...], part: State, prefix: str) -> None:
         for row in rows:

@@ -7,17 +7,17 @@ utility calls, feeds the Prometheus metrics, and appends finished requests to th
 from __future__ import annotations
 
 import asyncio
-import json
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_ext.config import KEY, ExtConfig, parse
 from vllm_ext.metrics.engine import EngineFeed
+from vllm_ext.metrics.json_lines import JsonLines
+from vllm_ext.metrics.request_log import RequestLog
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -54,7 +54,7 @@ class Poller:
         # A strong reference would keep the engine from being collected, and with it its processes.
         self._engine = weakref.ref(engine)
         self._interval_s = config.metrics_interval_s
-        self._log = JsonLines(Path(config.request_log), "request_log") if config.request_log else None
+        self._log = RequestLog(config) if config.request_log else None
         self._steps = JsonLines(Path(config.step_record), "step_record") if config.step_record else None
         model_name = engine.vllm_config.model_config.served_model_name
         self._model_name = model_name if isinstance(model_name, str) else model_name[0]
@@ -89,28 +89,7 @@ class Poller:
                 self._feeds[identity] = EngineFeed(self._model_name, index)
             self._feeds[identity].update(state)
             if self._log is not None and state["records"]:
-                records = [{"engine": index, **record} for record in state["records"]]
-                await asyncio.to_thread(self._log.append, records)
+                lost = await asyncio.to_thread(self._log.append, index, state["records"])
+                self._feeds[identity].unwritten(lost)
             if self._steps is not None and (steps := state.get("steps_measured")):
                 await asyncio.to_thread(self._steps.append, steps)
-
-
-class JsonLines:
-    """A file of JSON lines, appended whole; the option that names it is for messages."""
-
-    def __init__(self, path: Path, option: str) -> None:
-        self._path = path
-        self._option = option
-        self._failed = False
-
-    def append(self, records: Sequence[Any]) -> None:
-        """Append one line per record; a file that can't be written is reported once and serving goes on."""
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(lines)
-        except OSError as error:
-            if not self._failed:
-                self._failed = True
-                logger.error("%s=%s can't be written (%s); nothing more is", self._option, self._path, error)

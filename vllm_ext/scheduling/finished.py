@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from vllm_ext.config import HASH_BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 OWN_ENDS = frozenset({"stop", "length", "repetition"})
 """Finish reasons of requests that ended by themselves or at their bound, so that their length says something."""
+_UNSIGNED = (1 << 64) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,64 @@ class RequestRecord:
     finish_reason: str
     priority: int
     conversation_id: str | None
+    # What only the request log has follows; the front end hashes again what reveals something.
+    sampled: bool = False
+    """Whether it is to be logged."""
+    cache_salt: str | None = None
+    hash_ids: list[int] | None = None
+    """See `hash_ids`."""
+    prompt_token_ids: list[int] | None = None
+    """Only where prompts are to be logged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogDetails:
+    """What the request log is to have of each request."""
+
+    sample: float
+    """Share of requests that are logged."""
+    prompts: bool
+    """Whether with the token ids of their prompts."""
+    block_tokens: int
+    """Tokens of a block of vLLM's prefix hashes."""
+
+    def of(self, request: Request, conversation_id: str | None) -> dict[str, Any]:
+        """Return these fields of a finished request's record.
+
+        Conversations are logged whole or not at all, a request without one by its id.
+        """
+        if not _in_sample(conversation_id or request.request_id, self.sample):
+            return {}
+        return {
+            "sampled": True,
+            "cache_salt": request.cache_salt,
+            "hash_ids": hash_ids(request, self.block_tokens),
+            "prompt_token_ids": request.prompt_token_ids if self.prompts else None,
+        }
+
+
+def _in_sample(name: str, share: float) -> bool:
+    if share >= 1:
+        return True
+    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) < share * _UNSIGNED
+
+
+def hash_ids(request: Request, block_tokens: int) -> list[int] | None:
+    """Return a number for each `HASH_BLOCK_TOKENS` of the prompt, the last ones perhaps fewer, as traces have them.
+
+    Prompts whose leading numbers are equal have equal leading tokens, LoRA adapters and salts. They are made of the
+    hashes that vLLM has, one look-up each; None where it has none, or its blocks don't divide ours.
+    """
+    prompt, hashes = request.prompt_token_ids, request.block_hashes
+    if prompt is None or not hashes or HASH_BLOCK_TOKENS % block_tokens:
+        return None
+    per_id, whole = HASH_BLOCK_TOKENS // block_tokens, len(prompt) // block_tokens
+    found = [int.from_bytes(each[:8]) for each in hashes[per_id - 1 : whole : per_id]]
+    if len(prompt) % HASH_BLOCK_TOKENS:
+        last = hashes[whole - 1] if whole else b""
+        found.append(hash((last, request.cache_salt, *prompt[whole * block_tokens :])) & _UNSIGNED)
+    return found
 
 
 @dataclass
@@ -81,10 +145,10 @@ class RecordBook:
         self.next_seq = record.seq + 1
 
     def since(self, seq: int) -> tuple[list[dict[str, Any]], int]:
-        """Return the records from ``seq`` on, and how many of those asked for are gone."""
-        if not self._records or seq >= self.next_seq:
+        """Return the records from ``seq`` on, and how many of those asked for are gone; earlier ones are let go."""
+        if seq > self.next_seq:
             return [], 0
-        first = self._records[0].seq
-        skip = max(0, seq - first)
-        wanted = [dict(vars(r)) for r in islice(self._records, skip, None)]  # flat: asdict would copy deeply
-        return wanted, max(0, first - max(seq, 0))
+        while self._records and self._records[0].seq < seq:
+            self._records.popleft()
+        wanted = [dict(vars(record)) for record in self._records]  # flat: asdict would copy deeply
+        return wanted, self.next_seq - len(wanted) - max(seq, 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_ext.hints import HintError
-from vllm_ext.scheduling.finished import OWN_ENDS, Counters, RecordBook, RequestRecord
+from vllm_ext.scheduling.finished import OWN_ENDS, Counters, LogDetails, RecordBook, RequestRecord
 from vllm_ext.scheduling.load import Load
 from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
 from vllm_ext.scheduling.wait_forecast import WaitForecast
@@ -29,12 +29,28 @@ logger = init_logger("vllm.vllm_ext.observer")
 class Observer:
     """Keeps what is told to the outside. Does no I/O; the front end fetches it."""
 
-    def __init__(self, tracked: TrackedRequests, record_capacity: int, samples: StepSamples | None = None) -> None:
+    def __init__(
+        self,
+        tracked: TrackedRequests,
+        record_capacity: int,
+        samples: StepSamples | None = None,
+        *,
+        details: LogDetails | None = None,
+    ) -> None:
+        """Take what to watch, and what is wanted of it.
+
+        Args:
+            tracked: All requests.
+            record_capacity: Records kept for the front end to fetch.
+            samples: Of steps.
+            details: What the request log has of each request; None: there is none.
+        """
         self.counters = Counters()
         self.book = RecordBook(record_capacity)
         self._tracked = tracked
         self._samples = samples
         sinks = [tracked.step_stats] if samples is None else [tracked.step_stats, samples]
+        self._details = details
         self.timer = StepTimer(tracked.runtime, *sinks)
         self.waits = WaitForecast()
         self.load = Load()
@@ -122,12 +138,14 @@ class Observer:
             return
         if tracked.first_token is None and request.num_output_tokens:
             tracked.first_token = now
+        conversation_id = tracked.hints.conversation_id
+        details = {} if self._details is None else self._details.of(request, conversation_id)
         self.book.add(
             RequestRecord(
                 seq=self.book.next_seq,
                 req_id=request.request_id,
                 arrival_unix_s=request.arrival_time,
-                prompt_tokens=tracked.query.num_prompt_tokens,
+                prompt_tokens=request.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,
                 max_tokens=tracked.query.max_tokens,
                 predicted_tokens=tracked.prediction.tokens,
@@ -139,7 +157,8 @@ class Observer:
                 e2e_s=now - tracked.arrival_time,
                 finish_reason=reason,
                 priority=request.priority,
-                conversation_id=tracked.hints.conversation_id,
+                conversation_id=conversation_id,
+                **details,
             )
         )
 

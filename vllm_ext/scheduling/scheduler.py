@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.version import __version__ as vllm_version
 
-from vllm_ext.config import KEY, parse
+from vllm_ext.config import KEY, ExtConfig, parse
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.hooks import registry
@@ -39,6 +39,7 @@ from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.engine_state import adapter_places
+from vllm_ext.scheduling.finished import LogDetails
 from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.planner import Planner
@@ -136,7 +137,7 @@ class SteeredScheduler(AsyncScheduler):
         self.switch = PolicySwitch(self, config.slo, self._reordered)
         self.tracked.bounded = self.switch.bounded
         samples = None if config.step_record is None else StepSamples(key, vllm_version)
-        self.observer = Observer(self.tracked, config.record_capacity, samples)
+        self.observer = self._observer(config, samples)
         self._now = self.clock()
         self._steers = not self.policies.is_upstream
         self._failing = self._stalled = self._failure_logged = False
@@ -153,6 +154,16 @@ class SteeredScheduler(AsyncScheduler):
         if self._steers:
             self._steer()
         self._log_start(profiled=runtime.given is not None)
+
+    def _observer(self, config: ExtConfig, samples: StepSamples | None) -> Observer:
+        details = None
+        if config.request_log is not None:
+            details = LogDetails(
+                sample=config.request_log_sample,
+                prompts=config.request_log_prompts,
+                block_tokens=self.hash_block_size,
+            )
+        return Observer(self.tracked, config.record_capacity, samples, details=details)
 
     def _log_start(self, *, profiled: bool) -> None:
         """Say which system is active, and what of it is off."""

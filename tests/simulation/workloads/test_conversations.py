@@ -14,7 +14,7 @@ import pytest
 from vllm_ext.simulation.workloads.requests import SimRequest, Workload
 from vllm_ext.simulation.workloads.token_ids import output_ids
 
-from .parts import requests, serve, workload
+from .parts import jsonl, requests, serve, workload
 
 
 def chat(folder: Path, *turns: tuple[int, int]) -> str:
@@ -63,6 +63,33 @@ def test_recorded_turns_arrive_as_recorded_and_begin_with_the_turns_before_and_t
     assert ids[1][0] != ids[0][0]
     assert [r.session_id for r in (first, other, second, alone, third)] == ["s0", "s1", "s0", None, "s0"]
     assert alone.token_ids is None
+
+
+def logged(folder: Path, *rows: dict[str, Any]) -> str:
+    return jsonl(folder, *({"output_tokens": 2, "arrival_unix_s": 0.0, **row} for row in rows))
+
+
+def test_prompts_of_a_request_log_are_served_as_they_were(tmp_path: Path) -> None:
+    """Unless they were cut, or stand behind a system prompt that is made up."""
+    row = {"prompt_tokens": 4, "prompt_token_ids": [7, 1, 9, 50_000], "conversation_id": "a"}
+    path = logged(tmp_path, row, {"prompt_tokens": 3, "hash_ids": [5]})
+    first, other = requests(source=path, arrivals="recorded")
+    assert (first.token_ids, first.recorded_ids) == ([7, 1, 9, 50_000], True)
+    assert (len(other.token_ids or ()), other.recorded_ids) == (3, False)
+    for changes in ({"cap_prompt_tokens": 3}, {"system_prompt_tokens": 2}):
+        made = requests(source=path, arrivals="recorded", **changes)[0]
+        assert not made.recorded_ids
+        assert 50_000 not in (made.token_ids or ())
+
+
+def test_a_sample_of_a_log_arrives_at_the_rate_of_all_requests_and_says_so(tmp_path: Path) -> None:
+    path = logged(tmp_path, *({"prompt_tokens": 3, "arrival_unix_s": 4.0 * n, "sample": 0.25} for n in range(3)))
+    load = workload(source=path, arrivals="recorded")
+    assert [r.arrival_s for r in load.start()] == [0.0, 1.0, 2.0]
+    (note,) = load.source.notes
+    assert "a sample of 0.25 of the requests" in note
+    given = requests(source=path, arrivals="recorded", rate_per_s=0.5)
+    assert [r.arrival_s for r in given] == [0.0, 2.0, 4.0], "who names a rate gets it"
 
 
 def test_after_depends_on_its_arguments_only(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ chunks are, how long they may stay, and which of them go together.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import math
 import secrets
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_ext.hints import salt_tag
 from vllm_ext.kv.conversations.endings import Ending, Endings
 from vllm_ext.kv.conversations.returns import ReturnModel
 
@@ -151,13 +151,8 @@ class ConversationBook:
         return len(self._known)
 
     def salt_tag(self, salt: str | None) -> str:
-        """Return what stands for a ``cache_salt``: a keyed hash, 32 hex digits, which means nothing elsewhere.
-
-        Salts are secrets of tenants, and as long as their clients like: none is kept.
-        """
-        if not salt:
-            return ""
-        return hashlib.blake2b(salt.encode(errors="surrogatepass"), key=self._salt_key, digest_size=16).hexdigest()
+        """Return what stands for a ``cache_salt`` in this engine."""
+        return salt_tag(salt, self._salt_key)
 
     def find(self, name: str) -> Mapping[str, Conversation]:
         """Return the conversations of a name, by `salt_tag`; anonymous ones have none."""

@@ -83,7 +83,8 @@ def _times(spec: WorkloadSpec, source: Source) -> Times | None:
 def _recorded_times(source: Source, spec: WorkloadSpec) -> list[float]:
     """Recorded times of the part that is served, from its first arrival on; stretched to a mean rate, if one is wanted.
 
-    The part is taken first: its own rate may be far from that of the whole file.
+    Else those of a sample are moved together to the rate of all requests. The part is taken first: its own rate may be
+    far from that of the whole file.
     """
     times = _since_first(source)[spec.skip_requests :][: spec.num_requests]
     times = times - times[:1]
@@ -95,6 +96,8 @@ def _recorded_times(source: Source, spec: WorkloadSpec) -> list[float]:
                 f"rate_per_s={spec.rate_per_s}: must be left out; all requests of {source.name} arrive at once"
             )
         times = times * (mean_rate(times) / spec.rate_per_s)
+    elif spec.rate_per_s is None:
+        times = times * source.share
     found: list[float] = times.tolist()
     return found
 
@@ -199,7 +202,10 @@ class GeneratedWorkload:
     def _opening(self, arrival_s: float, session: Session) -> SimRequest:
         first = session.turns[0]
         ids: list[int] | None = None
-        if session.hash_ids is not None:
+        recorded = None if self._system_prompt else session.token_ids
+        if recorded is not None:
+            ids = list(recorded)
+        elif session.hash_ids is not None:
             ids = token_ids.of_blocks(session.hash_ids, first.prompt_tokens, session.hash_block_tokens)
         elif session.conversation is not None:
             ids = token_ids.of_turn(session.conversation, session.earlier, first.prompt_tokens)
@@ -207,7 +213,9 @@ class GeneratedWorkload:
             ids = token_ids.opening(session.number, first.prompt_tokens)
         if ids is not None:
             ids = self._system_prompt + ids
-        return self._request(session, 0, arrival_s, first.prompt_tokens if ids is None else len(ids), ids)
+        made = self._request(session, 0, arrival_s, first.prompt_tokens if ids is None else len(ids), ids)
+        made.recorded_ids = recorded is not None
+        return made
 
     def _next_turn(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> SimRequest | None:
         session: Session = request.meta["session"]

@@ -27,6 +27,8 @@ class SimRequest:
     """The client's bound on the output."""
     token_ids: Sequence[int] | None = None
     """The prompt's ids, ``prompt_tokens`` of them; None: ids of its own making that no other request shares."""
+    recorded_ids: bool = False
+    """Whether ``token_ids`` are those of a prompt that was written, in the ids of the model that served it."""
     extra_args: Mapping[str, Any] | None = None
     """What the client sends as ``vllm_xargs``: hints such as ``osl``. Never the true length."""
     priority: int = 0

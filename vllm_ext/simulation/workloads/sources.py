@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_ext import datasets
-from vllm_ext.datasets import HASH_BLOCK_TOKENS, DatasetError
+from vllm_ext.config import HASH_BLOCK_TOKENS
+from vllm_ext.datasets import DatasetError
 from vllm_ext.prediction.text import estimated_tokens
 from vllm_ext.simulation.workloads import synthetic
 from vllm_ext.simulation.workloads.randomness import Purpose, choices, draws, generator
@@ -72,6 +73,8 @@ class Session(NamedTuple):
     """Recorded arrival on the file's clock."""
     hash_ids: tuple[int, ...] | None = None
     """Of the first prompt: one id per block of ``hash_block_tokens``."""
+    token_ids: tuple[int, ...] | None = None
+    """The first prompt, where it was recorded and is served as it was."""
     hash_block_tokens: int = HASH_BLOCK_TOKENS
     conversation: int | None = None
     """Number of the session that began the recorded conversation which this one goes on with; None: it is in none."""
@@ -101,6 +104,8 @@ class Source:
     """Mean think time that belongs to the data, in seconds."""
     arrivals_s: Sequence[float | None] = (None,)
     """Recorded arrivals in file order."""
+    share: float = 1.0
+    """Share of the requests that came which were recorded."""
     bad_rows: int = 0
     """Rows of the file that cannot be read and are left out."""
     notes: tuple[str, ...] = ()
@@ -247,7 +252,9 @@ def _read_rows(workload: WorkloadSpec, spec: SourceSpec, part: int) -> _Rows:
                 Turn(*pair, text, turn.output_quantiles) for pair, text, turn in zip(fitted, texts, turns, strict=False)
             )
             block_tokens = math.ceil(HASH_BLOCK_TOKENS * spec.scale_prompt)
-            session = Session(sent, row.arrival_s, row.hash_ids, block_tokens)
+            session = Session(sent, row.arrival_s, row.hash_ids, hash_block_tokens=block_tokens)
+            if row.token_ids is not None and len(row.token_ids) == fitted[0][0]:
+                session = session._replace(token_ids=row.token_ids)
             if row.conversation is not None:
                 began, earlier = recorded.setdefault(row.conversation, (len(found), []))
                 session = session._replace(conversation=began, earlier=tuple(earlier))
@@ -279,6 +286,7 @@ def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
         size=None if spec.sample == "with-replacement" else rows,
         mean_turns=sum(len(session.turns) for session in found) / rows,
         arrivals_s=[session.arrival_s for session in found],
+        share=dataset.share,
         bad_rows=dataset.bad_rows,
         notes=tuple(_notes(dataset, spec)),
         sessions=lambda: (found[index] for index in order()),
@@ -288,6 +296,11 @@ def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
 def _notes(dataset: datasets.Dataset, spec: SourceSpec) -> Iterator[str]:
     if dataset.bad_rows:
         yield f"{dataset.name}: {dataset.bad_rows} rows cannot be read and are left out"
+    if dataset.share < 1:
+        yield (
+            f"{dataset.name}: a sample of {dataset.share:.3g} of the requests; recorded arrivals are moved "
+            "together to the rate of all of them, also those of a conversation's turns"
+        )
     first = dataset.rows[0]
     if first.prompt_tokens is None or first.output_tokens is None:
         how = "are estimates, 4 ASCII characters or 1 other to a token; name a folder with --tokenizer to count them"
