@@ -50,6 +50,8 @@ class RequestRecord:
     """See `hash_ids`."""
     prompt_token_ids: list[int] | None = None
     """Only where prompts are to be logged."""
+    wait: dict[str, Any] | None = None
+    """Why it waited: see `WaitReasons.told`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from vllm_ext.scheduling.finished import OWN_ENDS, Counters, LogDetails, RecordB
 from vllm_ext.scheduling.load import Load
 from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
 from vllm_ext.scheduling.wait_forecast import WaitForecast
+from vllm_ext.scheduling.wait_reasons import TRACE_HEADER
 from vllm_ext.step_time.timer import StepTimer
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from vllm_ext.scheduling.wait_reasons import WaitReasons
     from vllm_ext.step_time.runtime import RuntimeModel
     from vllm_ext.step_time.samples import StepSamples
 
@@ -36,6 +39,8 @@ class Observer:
         samples: StepSamples | None = None,
         *,
         details: LogDetails | None = None,
+        reasons: WaitReasons | None = None,
+        traces: bool = False,
     ) -> None:
         """Take what to watch, and what is wanted of it.
 
@@ -44,13 +49,15 @@ class Observer:
             record_capacity: Records kept for the front end to fetch.
             samples: Of steps.
             details: What the request log has of each request; None: there is none.
+            reasons: Why requests waited; None: nobody wants to know.
+            traces: Whether the front end makes a span of each request, which is to say so.
         """
         self.counters = Counters()
         self.book = RecordBook(record_capacity)
         self._tracked = tracked
         self._samples = samples
         sinks = [tracked.step_stats] if samples is None else [tracked.step_stats, samples]
-        self._details = details
+        self.reasons, self._details, self._traces = reasons, details, traces
         self.timer = StepTimer(tracked.runtime, *sinks)
         self.waits = WaitForecast()
         self.load = Load()
@@ -70,13 +77,28 @@ class Observer:
                 tracked.first_scheduled = now
                 self._awaiting_first_token[new.req_id] = tracked
             if tracked is not None:
-                self._tracked.end_wait(tracked, now)
+                self._end_wait(tracked, now)
         for req_id in output.scheduled_cached_reqs.resumed_req_ids:
             self.waits.started(req_id)
             if (tracked := self._tracked.get(req_id)) is not None:
-                self._tracked.end_wait(tracked, now)
+                self._end_wait(tracked, now)
         self.waits.stepped(now)
         self.timer.scheduled(output, running, now)
+
+    def came(self, request: Request, queued: int, ahead: int | None) -> None:
+        """Note a new request, see `WaitReasons.came`; an update of a streaming session is none."""
+        tracked = self._tracked[request.request_id]
+        if self.reasons is not None and tracked.wait is None:
+            self.reasons.came(tracked, self.counters.steps, queued, ahead)
+
+    def _end_wait(self, tracked: TrackedRequest, now: float) -> None:
+        self._tracked.end_wait(tracked, now)
+        if self.reasons is None:
+            return
+        self.reasons.joined(tracked, self.counters.steps)
+        if self._traces and (told := self.reasons.told(tracked)) is not None:
+            request = tracked.request
+            request.trace_headers = {**(request.trace_headers or {}), TRACE_HEADER: json.dumps(told)}
 
     def start_from(self, runtime: RuntimeModel) -> None:
         """Replace the runtime model, before the first step: what views are made of and what learns from steps."""
@@ -100,15 +122,19 @@ class Observer:
                 self._tracked.first_token(tracked, now)
                 del self._awaiting_first_token[req_id]
 
-    def preempted(self, reason: str) -> None:
+    def preempted(self, req_id: str, reason: str) -> None:
         """Count a preemption."""
         self.counters.preemptions[reason] = self.counters.preemptions.get(reason, 0) + 1
+        if self.reasons is not None and (tracked := self._tracked.get(req_id)) is not None:
+            self.reasons.preempted(tracked, reason, self.counters.steps)
 
     def refused(self, why: Mapping[str, str]) -> None:
         """Count those who were looked at in a step and did not join, by what was missing."""
         refusals = self.counters.refusals
         for reason in why.values():
             refusals[reason] = refusals.get(reason, 0) + 1
+        if self.reasons is not None:
+            self.reasons.refused(why)
 
     def parted(self, disposition: str) -> None:
         """Count what becomes of a preempted request's KV."""
@@ -138,6 +164,12 @@ class Observer:
             return
         if tracked.first_token is None and request.num_output_tokens:
             tracked.first_token = now
+        wait = None
+        if self.reasons is not None:
+            self.reasons.left(tracked, self.counters.steps)
+            if tracked.waiting_since is not None:
+                tracked.waited_s += now - tracked.waiting_since
+            wait = self.reasons.told(tracked)
         conversation_id = tracked.hints.conversation_id
         details = {} if self._details is None else self._details.of(request, conversation_id)
         self.book.add(
@@ -158,6 +190,7 @@ class Observer:
                 finish_reason=reason,
                 priority=request.priority,
                 conversation_id=conversation_id,
+                wait=wait,
                 **details,
             )
         )

@@ -83,6 +83,11 @@ class Planner:
         self._ranked_at = ordering.prices(*self._priced_at)
         self._measure_server()
 
+    @property
+    def looks(self) -> bool:
+        """Whether waiting requests are asked if they fit, so that `why` says something; else vLLM decides."""
+        return not self._free_to_vllm
+
     def plan(self, now: float, num_waiting: int) -> StepPlan:
         """Return the plan for a step at clock time ``now`` (s), while so many wait.
 

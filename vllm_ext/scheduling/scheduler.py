@@ -46,8 +46,10 @@ from vllm_ext.scheduling.planner import Planner
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.state import queue_state
+from vllm_ext.scheduling.step import LOOK_AHEAD
 from vllm_ext.scheduling.switch import PolicySwitch
 from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
+from vllm_ext.scheduling.wait_reasons import WaitReasons
 from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.step_time.profile import engine_key, load_runtime_model
 from vllm_ext.step_time.samples import StepSamples
@@ -156,14 +158,17 @@ class SteeredScheduler(AsyncScheduler):
         self._log_start(profiled=runtime.given is not None)
 
     def _observer(self, config: ExtConfig, samples: StepSamples | None) -> Observer:
-        details = None
+        details, reasons = None, None
+        traces = self.vllm_config.observability_config.otlp_traces_endpoint is not None
         if config.request_log is not None:
             details = LogDetails(
                 sample=config.request_log_sample,
                 prompts=config.request_log_prompts,
                 block_tokens=self.hash_block_size,
             )
-        return Observer(self.tracked, config.record_capacity, samples, details=details)
+        if details is not None or traces:
+            reasons = WaitReasons(self.tracked)
+        return Observer(self.tracked, config.record_capacity, samples, details=details, reasons=reasons, traces=traces)
 
     def _log_start(self, *, profiled: bool) -> None:
         """Say which system is active, and what of it is off."""
@@ -252,6 +257,8 @@ class SteeredScheduler(AsyncScheduler):
             self.planner.swapper = self.swapper
             self.swapper.queue, self.swapper.order = self.ranked, self.running_order
             self.swapper.rank = lambda view: self._placed(self.policies.ordering.rank(view, self._now), view.priority)
+        if self.observer.reasons is not None:
+            self.observer.reasons.looks = self.planner.looks
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -286,7 +293,10 @@ class SteeredScheduler(AsyncScheduler):
     def _plan(self, now: float) -> StepPlan:
         started, plan = time.perf_counter(), NO_PLAN
         try:
-            self.ranked.begin_step(now, adapter_places(self) if self.lora_config else None)
+            places = adapter_places(self) if self.lora_config else None
+            self.ranked.begin_step(now, places)
+            if places is not None and self.observer.reasons is not None:
+                self.observer.reasons.places(places)
             num_waiting = len(self.ranked)
             self.running_order.update(now)
             if not (self._stalled or self.switch.by_arrival):
@@ -354,7 +364,10 @@ class SteeredScheduler(AsyncScheduler):
             self.tracked.start_wait(self.tracked[request.request_id], self._now)
             if request.status == RequestStatus.WAITING:  # else it waits for its grammar, and holds nobody up
                 self.observer.waits.entered(request.request_id, request.num_prompt_tokens)
+        queued = len(self.waiting)
         super().add_request(request)
+        if self.observer.reasons is not None:
+            self.observer.came(request, queued, self._ahead_of(request, queued))
         if self._steers and self.tier is not None:  # which did not know the request when its rank was asked for
             self.ranked.rerank(request)
 
@@ -409,7 +422,7 @@ class SteeredScheduler(AsyncScheduler):
                 self._policy_failed()
         if self._steers:
             self.running_order.forget(request)
-        self.observer.preempted(self._preempt_reason)
+        self.observer.preempted(request.request_id, self._preempt_reason)
         if self.holding is not None and self._preempt_reason not in (RESET, LOAD):
             self.holding.leaves(request)
         super()._preempt_request(request, *args, **kwargs)
@@ -531,6 +544,11 @@ class SteeredScheduler(AsyncScheduler):
     def _placed(self, rank: Rank, priority: int) -> Rank:
         """Return a rank as it counts: under ``--scheduling-policy priority`` that goes before all else, as in vLLM."""
         return rank._replace(key=(priority, *rank.key)) if self._by_priority else rank
+
+    def _ahead_of(self, request: Request, queued: int) -> int | None:
+        if self._steers:
+            return self.ranked.ahead_of(request, LOOK_AHEAD)
+        return queued if self.policy is SchedulingPolicy.FCFS else None
 
     def _ask_rank(
         self, tracked: TrackedRequest, ask: Callable[[RequestView, float], Rank], *, by_arrival: bool

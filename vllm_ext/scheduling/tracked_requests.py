@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.kv.connector.cached_prefixes import CachedPrefix
-
+    from vllm_ext.scheduling.wait_record import WaitRecord
 
 _NO_DEFAULTS = SloConfig()
 _UNKNOWN = Prediction(LengthDistribution.point(1), "prior")
@@ -62,6 +62,8 @@ class TrackedRequest:
     """Of one preempted where there is a KV tier: how long it was expected to wait."""
     kept_tokens: int = 0
     """Of one preempted: tokens whose KV the tier was to keep."""
+    wait: WaitRecord | None = None
+    """Why it waited, where somebody wants to know."""
 
     def __post_init__(self) -> None:
         self.ask_again()

@@ -283,6 +283,13 @@ class WaitingTable(RequestQueue):
         """Yield all of those, with the keys by which they compete in this step."""
         return self._line_up("") if self.shares is None else self.shares.in_turn(self._line_up)
 
+    def ahead_of(self, request: Request, most: int) -> int | None:
+        """Return how many rank before a request, ``most`` for that or more; None if it is not in the queue."""
+        if request not in self._entries:
+            return None
+        key = self.key(request)
+        return sum(1 for _ in takewhile(lambda found: found[0] < key, islice(self.ranked(), most)))
+
     def undecided(self, count: int) -> list[Request]:
         """Return up to ``count`` of those whom vLLM passed over when they were offered last, or would have, in turn."""
         return _next_in_turn(self.passed_over, count)
