@@ -77,6 +77,7 @@ def _with_scheduler(original: Callable[..., Any], self: Any, *args: Any, **kwarg
         registry.install(name)
     if "prediction" in groups and getattr(vllm_config.parallel_config, "_api_process_rank", 0) < 0:
         envs.share_predictor()  # this process starts API servers, and serves nothing itself
+    features.explain_waits(vllm_config)
     if usage in SERVERS:
         features.let_failure_show()
     return vllm_config

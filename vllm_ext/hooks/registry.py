@@ -20,6 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "engine-core": ("engine_state",),
     "front-end": ("output_handler",),
     "exit-status": ("exit_status",),
+    "tracing": ("request_span",),
     "prediction": ("prediction_service",),
     "token-memory": ("token_memory",),
     "response-store": ("response_store",),

@@ -86,6 +86,16 @@ def let_failure_show() -> None:
         logger.warning("if the engine dies, the server exits with vLLM's own status, which may be 0: %s", reason)
 
 
+def explain_waits(vllm_config: Any) -> None:
+    """Have spans of requests say why they waited, where there are spans; where that can't be had, say so."""
+    if vllm_config.observability_config.otlp_traces_endpoint is None:
+        return
+    if (reason := _not_verified(("tracing",))) is None:
+        registry.install("tracing")
+    else:
+        logger.warning("spans of requests don't say why they waited: %s", reason)
+
+
 def _not_verified(groups: tuple[str, ...]) -> str | None:
     try:
         registry.verify(*groups)
