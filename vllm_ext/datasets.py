@@ -67,6 +67,8 @@ class WorkloadRow:
     """The prompt itself, in ids of the recording's own tokenizer."""
     share: float = 1.0
     """Share of the requests that were recorded when this one was: a log may hold a sample."""
+    tenant: str = ""
+    """Who sent it, or what stands for that; empty: not recorded."""
     conversation: str | None = None
     """Conversation of a request whose arrival is recorded: its prompt holds the earlier turns and their answers."""
     later: tuple[WorkloadRow, ...] = ()
@@ -398,6 +400,7 @@ def _request_log(entry: _Entry) -> WorkloadRow | None:
     return entry.row(
         prompt_tokens=prompt_tokens, output_tokens=output_tokens, arrival_s=arrival_s, conversation=conversation,
         hash_ids=None if named else hash_ids, token_ids=token_ids, share=share,
+        tenant=entry.text("salt_tag") if entry.value.get("salt_tag") is not None else "",
     )  # fmt: skip
 
 

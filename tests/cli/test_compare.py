@@ -179,3 +179,22 @@ def test_what_is_wrong_is_named_in_a_line(
     assert said in err
     assert len(err.strip().splitlines()) == 1
     assert backend.starts == []
+
+
+def test_tenants_who_pay_are_named_if_they_send_enough(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everybody waits longer, so that each tenant with twenty requests does; who sends less is not looked at."""
+    backend.slower["alise"] = 1.5
+    log = tmp_path / "requests.jsonl"
+    names = ["a" * 32, "b" * 32]
+    log.write_text("".join(
+        json.dumps({"arrival_unix_s": float(at), "prompt_tokens": 9, "output_tokens": 4, "conversation_id": None,
+                    "salt_tag": "c" * 32 if at % 30 == 0 else names[at % 2]}) + "\n"
+        for at in range(240)
+    ))  # fmt: skip
+    assert run(tmp_path, "--trace", str(log)) == 1
+    said = capsys.readouterr().err
+    assert "who pays: tenant aaaaaaaaaaaa: mean end-to-end latency" in said
+    assert "tenant bbbbbbbbbbbb:" in said
+    assert "tenant cccc" not in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,6 +28,10 @@ _SPREAD = {
     "normalised_s": "end-to-end latency per output token",
 }
 """What is drawn as a distribution: of requests, but of `Beside` the times between all tokens."""
+
+
+_MOST_TENANTS, _OF_A_TENANT, _TENANT_CHARS = 32, 20, 12
+"""Tenants that are looked at, those who send most; how many requests make a mean; and what is shown of a name."""
 
 
 class _Told(NamedTuple):
@@ -177,6 +182,11 @@ class Shown:
             f"class {name}": [np.array([one.tier == name for one in requests]) for requests in offered]
             for name in (names if len(names) > 1 else [])
         }
+        sent = Counter(one.tenant for requests in offered for one in requests if one.tenant)
+        for tenant, count in sent.most_common(_MOST_TENANTS if len(sent) > 1 else 0):
+            if count >= _OF_A_TENANT:
+                rows = [np.array([one.tenant == tenant for one in requests]) for requests in offered]
+                classes[f"tenant {tenant[:_TENANT_CHARS]}"] = rows
         return [*who_pays(ours, base, classes)]
 
     def _lines(self) -> list[plots.Series]:

@@ -260,6 +260,7 @@ class GeneratedWorkload:
             session_id=f"s{session.number if talk is None else talk}" if several or talk is not None else None,
             slo=slo,
             tier=session.tier or "",
+            tenant=session.tenant,
             abort_after_s=turn.abort_time * (spec.abort_mean_s or 0.0) if gives_up else None,
             patience_s=spec.patience_s,
             prompt=turn.text,

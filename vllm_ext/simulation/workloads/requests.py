@@ -39,6 +39,8 @@ class SimRequest:
     """What the client expects; used to judge the run."""
     tier: str = ""
     """Class of service, for metrics per tier."""
+    tenant: str = ""
+    """Who sent it, as it was recorded, for who pays."""
     abort_after_s: float | None = None
     """The client disconnects this long after the arrival, if it still waits; None: never."""
     patience_s: float | None = None

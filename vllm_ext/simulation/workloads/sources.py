@@ -80,6 +80,8 @@ class Session(NamedTuple):
     """Number of the session that began the recorded conversation which this one goes on with; None: it is in none."""
     earlier: tuple[tuple[int, int], ...] = ()
     """Prompt and output length of that conversation's sessions before this one."""
+    tenant: str = ""
+    """Who sent it, as it was recorded."""
     tier: str | None = None
     """Name of the tier that the client belongs to; None: to be drawn by the workload."""
     number: int = 0
@@ -252,7 +254,7 @@ def _read_rows(workload: WorkloadSpec, spec: SourceSpec, part: int) -> _Rows:
                 Turn(*pair, text, turn.output_quantiles) for pair, text, turn in zip(fitted, texts, turns, strict=False)
             )
             block_tokens = math.ceil(HASH_BLOCK_TOKENS * spec.scale_prompt)
-            session = Session(sent, row.arrival_s, row.hash_ids, hash_block_tokens=block_tokens)
+            session = Session(sent, row.arrival_s, row.hash_ids, hash_block_tokens=block_tokens, tenant=row.tenant)
             if row.token_ids is not None and len(row.token_ids) == fitted[0][0]:
                 session = session._replace(token_ids=row.token_ids)
             if row.conversation is not None:
