@@ -62,6 +62,16 @@ def test_what_a_server_without_metrics_did_is_drawn_as_its_client_saw_it(
     assert "KV in use" not in page
 
 
+def test_where_hardly_anybody_waits_it_is_said(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path / "a") == 1
+    assert "hardly a queue" not in capsys.readouterr().err, "somebody waits in every second moment"
+    backend.waiting = [0, 0]
+    assert run(tmp_path / "b") == 1
+    assert "somebody waits 0% of the time: there is hardly a queue to order" in capsys.readouterr().err
+
+
 def test_classes_of_service_are_judged_apart(
     backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

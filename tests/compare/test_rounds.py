@@ -83,9 +83,26 @@ def test_it_stops_when_the_interval_is_narrow_enough(tmp_path: Path) -> None:
 
 def test_no_run_begins_after_the_time_is_over(tmp_path: Path) -> None:
     ticks = iter(range(1000))
-    found = run(Paper(), tmp_path, asked(precision=1e-9, budget_s=4.0), now=lambda: float(next(ticks)))
+    found = run(Paper(), tmp_path, asked(precision=1e-9, budget_s=6.5), now=lambda: float(next(ticks)))
     assert found.stopped == "the time was over after 1 repeats"
     assert len(found.runs["upstream", 0.9]) == 1
+
+
+def test_each_run_says_how_much_is_left(tmp_path: Path) -> None:
+    """Runs that were kept say nothing of how long the others take."""
+    lines: list[str] = []
+    clock = iter(float(30 * at) for at in range(1000))
+    wanted = asked(precision=1e-9, budget_s=1e6)
+    compare(Paper(), Cells(tmp_path, "of"), wanted, lines.append, Found(), lambda: next(clock))
+    told = [line.rpartition("(")[2].rstrip(")") for line in lines if line.startswith("repeat")]
+    assert told[0].startswith("5 more runs at least, some ")
+    assert told[4].startswith("1 more runs at least, some ")
+    assert told[5].startswith("at most 16")
+    again: list[str] = []
+    compare(Paper(), Cells(tmp_path, "of"), wanted, again.append, Found(), lambda: 0.0)
+    assert [line.rpartition("(")[2].rstrip(")") for line in again if line.startswith("repeat 1")] == [
+        "5 more runs at least", "4 more runs at least", "3 more runs at least"
+    ]  # fmt: skip
 
 
 def test_a_server_that_dies_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ class Paper:
         self.told: list[tuple[str, WorkloadSpec]] = []
         self.dies: set[str] = set()
         self.has_metrics = True
+        self.waiting = [0, 2]
         self.up = 0
 
     @contextlib.contextmanager
@@ -60,7 +61,13 @@ class _Server:
         for one, noise in zip(requests, chance.lognormal(0.0, self.backend.noise, len(requests)), strict=True):
             free = max(free, one.arrival_s) + mean * noise
             ends.append(free - one.arrival_s)
-        watched = {"at_s": [0.0, 1.0], "running": [1, 1], "waiting": [0, 2], "kv_used": [0.1, 0.4], "preemptions": 3}
+        watched = {
+            "at_s": [0.0, 1.0],
+            "running": [1, 1],
+            "waiting": self.backend.waiting,
+            "kv_used": [0.1, 0.4],
+            "preemptions": 3,
+        }
         return {
             "ttfts": [end - mean / 2 for end in ends], "latencies": ends, "itls": [[mean / 2]] * len(ends),
             "output_lens": [max(2, one.output_tokens) for one in requests],

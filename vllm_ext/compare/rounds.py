@@ -148,6 +148,39 @@ class Found:
                     yield from verdicts(row.name, load, ours, base, again)
 
 
+@dataclass
+class _Left:
+    """How much is left to do."""
+
+    asked: Asked
+    now: Callable[[], float]
+    began_s: float
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is."""
+        return self.now() - self.began_s > self.asked.budget_s
+
+    def told(self, found: Found, made: int) -> str:
+        """Say how many runs are needed at least, and how long that takes.
+
+        Args:
+            found: What there is.
+            made: Runs that were made by now; those that had been kept took no time.
+        """
+        rows = [row.name for row in self.asked.rows if row.name not in found.failed]
+        done = sum(len(runs) for (name, _), runs in found.runs.items() if name in rows)
+        needed = LEAST_REPEATS * len(rows) * len(self.asked.loads) - done
+        spent_s = self.now() - self.began_s
+        if needed <= 0:
+            return f"at most {_minutes(self.asked.budget_s - spent_s)} more"
+        return f"{needed} more runs at least" + (f", some {_minutes(needed * spent_s / made)}" if made else "")
+
+
+def _minutes(seconds: float) -> str:
+    return f"{max(seconds, 0.0) / 60:.0f} min" if seconds >= 90 else f"{max(seconds, 0.0):.0f} s"
+
+
 def compare(
     backend: Backend, cells: Cells, asked: Asked, tell: Callable[[str], None], found: Found,
     now: Callable[[], float] = time.monotonic,
@@ -177,7 +210,7 @@ def compare(
 def _rounds(
     up: Up, cells: Cells, asked: Asked, tell: Callable[[str], None], found: Found, now: Callable[[], float]
 ) -> None:  # fmt: skip
-    deadline = now() + asked.budget_s
+    left = _Left(asked, now, now())
     asked = _within_context(up, cells, asked)
     found.rate_per_s = asked.rate_per_s or _capacity(up, cells, asked, tell)
     others = [_tuned(up, cells, asked, found, row, tell) if row.tune else row for row in asked.others]
@@ -186,10 +219,12 @@ def _rounds(
         shift = repeat % len(asked.rows)
         for row in [*asked.rows[shift:], *asked.rows[:shift]]:
             if row.name not in found.failed:
-                if now() > deadline:
+                if left.is_over:
                     found.stopped = f"the time was over after {repeat} repeats"
                     return
-                _served(up, cells, asked, tell, found, row, repeat)
+                _served(
+                    up, cells, asked, lambda text: tell(f"{text} ({left.told(found, up.made)})"), found, row, repeat
+                )
         if repeat + 1 >= LEAST_REPEATS and all(
             _precise(found, asked, row, load) for row in asked.others for load in asked.loads
         ):
@@ -254,6 +289,7 @@ def _run(up: Up, cells: Cells, row: Row, workload: WorkloadSpec) -> dict[str, An
     if (kept := cells.read(row, workload)) is None:
         server, others = up.server(row), ForeignCpu()
         kept = {**server.serve(workload), "foreign_cores": others.cores()}
+        up.made += 1
         cells.keep(row, workload, kept)
     return kept
 

@@ -85,6 +85,8 @@ class Up:
     """The one server that is up: whoever wants the same finds it so, whoever wants another has it stopped first."""
 
     backend: Backend
+    made: int = 0
+    """Runs that were served."""
     _row: Row | None = None
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _server: Server | None = None

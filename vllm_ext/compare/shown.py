@@ -30,6 +30,8 @@ _SPREAD = {
 """What is drawn as a distribution: of requests, but of `Beside` the times between all tokens."""
 
 
+_HARDLY = 0.1
+"""Share of the time with a queue below which no order gains much; as of `vllm_ext:load_waiting_share`."""
 _MOST_TENANTS, _OF_A_TENANT, _TENANT_CHARS = 32, 20, 12
 """Tenants that are looked at, those who send most; how many requests make a mean; and what is shown of a name."""
 
@@ -158,6 +160,12 @@ class Shown:
         known = [count for count in counts if count is not None]
         return sum(known) / len(known) if counts and len(known) == len(counts) else None
 
+    def _waiting_share(self, load: float) -> float | None:
+        """Return the share of moments in which somebody waited on the baseline; None where nobody looked."""
+        lines = [one.timeline.waiting for one in self.found.beside.get((self.asked.baseline.name, load), ())]
+        moments = [number > 0 for line in lines for number in line]
+        return sum(moments) / len(moments) if moments else None
+
     def _classes(self) -> list[str]:
         return sorted({one.tier for requests in self.found.offered.values() for one in requests if one.tier})
 
@@ -170,7 +178,10 @@ class Shown:
             for load in self.asked.loads:
                 if mine := [one for one in self.verdicts if (one.server, one.load) == (row.name, load)]:
                     where = f"{row.name} at {load:g} ({load * self.found.rate_per_s:.3g} requests/s)"
-                    told = _Told(where, _said(mine), _kind(mine, self.wanted), self._who_pays(row.name, load))
+                    said = _said(mine)
+                    if (share := self._waiting_share(load)) is not None and share < _HARDLY:
+                        said += f"; somebody waits {share:.0%} of the time: there is hardly a queue to order"
+                    told = _Told(where, said, _kind(mine, self.wanted), self._who_pays(row.name, load))
                     found[row.name].append(told)
         return found
 
