@@ -45,6 +45,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "admin endpoint": (),
         "gaps in kept KV": (),
         "gaps in kept KV in one step": ("gaps in kept KV",),
+        "tracing": (),
         "exit status": (),
     }
 )
