@@ -152,7 +152,7 @@ def all_hooks(**statuses: str) -> list[Finding]:
     kinds = [*FEATURES, *doctor.SHARED]
     gaps = {"gaps in kept KV", "gaps in kept KV in one step"}
     device = "KV in 8 bits on the device"
-    own = {"load shedding", "token memory", "response store", "exit status"}
+    own = {"load shedding", "token memory", "response store", "tracing", "exit status"}
     optional = {*own, "attention", "KV tier", "KV tier on disk", device, *gaps}
     return diagnosis.check_hooks(
         hook(statuses.get(kind.replace(" ", "_"), "verified"), kind, optional=kind in optional) for kind in kinds
