@@ -56,6 +56,10 @@ class ExtConfig(Options):
     system: Text = "fcfs"
     """Name of a system, or a composition such as ``fcfs+alise``."""
 
+    shadow: Annotated[Text | None, Flag("--ext-shadow", metavar="SYSTEM")] = None
+    """System whose order is tried beside the one that serves, which it does not touch: how long requests would have
+    waited under it is counted in ``vllm_ext:shadow_*`` and logged once an hour. Its parameters are the defaults."""
+
     ordering: Annotated[
         Parameters,
         Flag(

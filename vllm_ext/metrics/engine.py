@@ -79,6 +79,32 @@ _ENGINE = (
     Row(Counter, "policy_steps", "policy_steps", "Steps planned by policies."),
     Row(Counter, "steps", "steps", "Steps scheduled."),
 )  # fmt: skip
+
+
+def _of_shadow(name: str) -> Callable[[State], dict[str, Any]]:
+    """Read numbers, or one per value of a second label, under the name of the system."""
+
+    def read(shadow: State) -> dict[str, Any]:
+        found, system = shadow[name], shadow["system"]
+        return {f"{system} {key}": n for key, n in found.items()} if isinstance(found, Mapping) else {system: found}
+
+    return read
+
+
+_SHADOW = (
+    Row(Counter, "requests", _of_shadow("outcomes"),
+        "Requests by when they would have started in the order of a system that does not serve: sooner, later, same.",
+        "shadow outcome"),
+    Row(Counter, "wait_seconds", _of_shadow("waits_s"),
+        "Waits of these until their first step: real ones, and those in that order.", "shadow order"),
+    Row(Counter, "service_seconds", _of_shadow("service_s"), "Time from their first step to their end.", "shadow"),
+    Row(Gauge, "longest_wait_seconds", _of_shadow("longest_s"),
+        "Longest of these waits since the last line in the log.", "shadow order"),
+    Row(Counter, "overtakes", _of_shadow("overtakes"), "Starts in that order before an older request.", "shadow"),
+    Row(Counter, "dropped_requests", _of_shadow("dropped"),
+        "Requests that were not compared as the comparison lagged too far behind.", "shadow"),
+    Row(Counter, "failures", _of_shadow("failures"), "Failures of that system, which switch it off.", "shadow"),
+)  # fmt: skip
 _TIER = (
     Row(Gauge, "capacity_bytes", _tiers("capacity_bytes"), "Bytes that a tier has room for.", "tier"),
     Row(Gauge, "used_bytes", _tiers("used_bytes"), "Bytes of KV in a tier.", "tier"),
@@ -157,6 +183,7 @@ _ATTENTION = (
 
 _PARTS = (
     ("", False, "", _ENGINE),
+    ("shadow", True, "shadow_", _SHADOW),
     ("kv_tier", True, "kv_tier_", _TIER),
     ("kv_tier", False, "kv_tier_", _WITH_TIER),
     ("kv_gaps", True, "", _GAPS),

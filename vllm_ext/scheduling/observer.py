@@ -13,7 +13,7 @@ from vllm_ext.scheduling.finished import OWN_ENDS, Counters, LogDetails, RecordB
 from vllm_ext.scheduling.load import Load
 from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
 from vllm_ext.scheduling.wait_forecast import WaitForecast
-from vllm_ext.scheduling.wait_reasons import TRACE_HEADER
+from vllm_ext.scheduling.wait_reasons import TRACE_HEADER, WaitReasons
 from vllm_ext.step_time.timer import StepTimer
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from vllm_ext.scheduling.wait_reasons import WaitReasons
+    from vllm_ext.config import ExtConfig
+    from vllm_ext.scheduling.shadow import Shadow
     from vllm_ext.step_time.runtime import RuntimeModel
     from vllm_ext.step_time.samples import StepSamples
 
@@ -61,8 +62,37 @@ class Observer:
         self.timer = StepTimer(tracked.runtime, *sinks)
         self.waits = WaitForecast()
         self.load = Load()
+        self.shadow: Shadow | None = None
         self._awaiting_first_token: dict[str, TrackedRequest] = {}
         self._hint_logged = False
+
+    @classmethod
+    def from_config(
+        cls,
+        config: ExtConfig,
+        tracked: TrackedRequests,
+        samples: StepSamples | None,
+        *,
+        block_tokens: int,
+        traces: bool,
+    ) -> Observer:
+        """Return one that keeps what the options ask for.
+
+        Args:
+            config: The options.
+            tracked: All requests.
+            samples: Of steps.
+            block_tokens: Tokens of a block of vLLM's prefix hashes.
+            traces: Whether the front end makes a span of each request.
+        """
+        details, reasons = None, None
+        if config.request_log is not None:
+            details = LogDetails(
+                sample=config.request_log_sample, prompts=config.request_log_prompts, block_tokens=block_tokens
+            )
+        if details is not None or traces:
+            reasons = WaitReasons(tracked)
+        return cls(tracked, config.record_capacity, samples, details=details, reasons=reasons, traces=traces)
 
     def scheduled(self, output: SchedulerOutput, running: list[Request], now: float) -> None:
         """Note a scheduled step and the requests that start in it: only these have waited to the end.
@@ -76,6 +106,8 @@ class Observer:
             if tracked is not None and tracked.first_scheduled is None:
                 tracked.first_scheduled = now
                 self._awaiting_first_token[new.req_id] = tracked
+                if self.shadow is not None:
+                    self.shadow.started(new.req_id, now)
             if tracked is not None:
                 self._end_wait(tracked, now)
         for req_id in output.scheduled_cached_reqs.resumed_req_ids:
@@ -83,6 +115,8 @@ class Observer:
             if (tracked := self._tracked.get(req_id)) is not None:
                 self._end_wait(tracked, now)
         self.waits.stepped(now)
+        if self.shadow is not None:
+            self.shadow.stepped(now, len(running))
         self.timer.scheduled(output, running, now)
 
     def came(self, request: Request, queued: int, ahead: int | None) -> None:
@@ -160,6 +194,8 @@ class Observer:
         reason = str(request.get_finished_reason())
         tracked = self._tracked.close(request.request_id, learn=reason in OWN_ENDS)
         self._awaiting_first_token.pop(request.request_id, None)
+        if self.shadow is not None:
+            self.shadow.left(request.request_id, now, ended=reason in OWN_ENDS)
         if tracked is None:
             return
         if tracked.first_token is None and request.num_output_tokens:
@@ -208,6 +244,7 @@ class Observer:
             },
             "wait_forecast": self.waits.state(),
             "load": self.load.state(),
+            **({} if self.shadow is None else {"shadow": self.shadow.state()}),
             "records": records,
             "next_record": self.book.next_seq,
             "lost_records": lost,

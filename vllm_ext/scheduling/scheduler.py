@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.version import __version__ as vllm_version
 
-from vllm_ext.config import KEY, ExtConfig, parse
+from vllm_ext.config import KEY, parse
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.hooks import registry
@@ -39,17 +39,16 @@ from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.engine_state import adapter_places
-from vllm_ext.scheduling.finished import LogDetails
 from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.planner import Planner
 from vllm_ext.scheduling.running_order import RunningOrder
+from vllm_ext.scheduling.shadow import shadow_beside
 from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.state import queue_state
 from vllm_ext.scheduling.step import LOOK_AHEAD
 from vllm_ext.scheduling.switch import PolicySwitch
 from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
-from vllm_ext.scheduling.wait_reasons import WaitReasons
 from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.step_time.profile import engine_key, load_runtime_model
 from vllm_ext.step_time.samples import StepSamples
@@ -139,7 +138,10 @@ class SteeredScheduler(AsyncScheduler):
         self.switch = PolicySwitch(self, config.slo, self._reordered)
         self.tracked.bounded = self.switch.bounded
         samples = None if config.step_record is None else StepSamples(key, vllm_version)
-        self.observer = self._observer(config, samples)
+        self.observer = Observer.from_config(
+            config, self.tracked, samples, block_tokens=self.hash_block_size,
+            traces=self.vllm_config.observability_config.otlp_traces_endpoint is not None,
+        )  # fmt: skip
         self._now = self.clock()
         self._steers = not self.policies.is_upstream
         self._failing = self._stalled = self._failure_logged = False
@@ -155,20 +157,9 @@ class SteeredScheduler(AsyncScheduler):
         self.scheduler_reserve_full_isl &= not self.policies.budget.starts_partly
         if self._steers:
             self._steer()
+        if self.policies.shadow is not None:
+            self.observer.shadow = shadow_beside(self, self.policies.shadow)
         self._log_start(profiled=runtime.given is not None)
-
-    def _observer(self, config: ExtConfig, samples: StepSamples | None) -> Observer:
-        details, reasons = None, None
-        traces = self.vllm_config.observability_config.otlp_traces_endpoint is not None
-        if config.request_log is not None:
-            details = LogDetails(
-                sample=config.request_log_sample,
-                prompts=config.request_log_prompts,
-                block_tokens=self.hash_block_size,
-            )
-        if details is not None or traces:
-            reasons = WaitReasons(self.tracked)
-        return Observer(self.tracked, config.record_capacity, samples, details=details, reasons=reasons, traces=traces)
 
     def _log_start(self, *, profiled: bool) -> None:
         """Say which system is active, and what of it is off."""
@@ -362,6 +353,8 @@ class SteeredScheduler(AsyncScheduler):
             if problem is not None:
                 self.observer.bad_hint(request.request_id, problem)
             self.tracked.start_wait(self.tracked[request.request_id], self._now)
+            if self.observer.shadow is not None:
+                self.observer.shadow.arrived(request, self.tracked[request.request_id])
             if request.status == RequestStatus.WAITING:  # else it waits for its grammar, and holds nobody up
                 self.observer.waits.entered(request.request_id, request.num_prompt_tokens)
         queued = len(self.waiting)
@@ -381,6 +374,9 @@ class SteeredScheduler(AsyncScheduler):
             How many were taken over. Requests that ended meanwhile are passed over, as is what is no prediction.
         """
         corrected = self.tracked.correct(rows)
+        if self.observer.shadow is not None:
+            for tracked in corrected:
+                self.observer.shadow.corrected(tracked)
         if self._steers:
             for tracked in corrected:
                 self.ranked.rerank(tracked.request)
@@ -410,6 +406,8 @@ class SteeredScheduler(AsyncScheduler):
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         super()._update_waiting_for_remote_kv(request)
+        if self.observer.shadow is not None:
+            self.observer.shadow.loaded(request.request_id)
         if not request.num_computed_tokens:
             # Its load failed and it gave back its blocks; vLLM would go on to keep others free for it.
             self._inflight_prefills.discard(request)

@@ -149,9 +149,9 @@ class TrackedRequests:
         true_length = true_output_tokens(extra_args) if self.use_oracle else None
         if true_length is not None:
             distribution = LengthDistribution.point(max(true_length, 1)).capped(tracked.query.max_tokens)
-            self._follow(tracked, Prediction(distribution, "oracle"))
+            self.follow(tracked, Prediction(distribution, "oracle"))
         else:
-            self._follow(tracked, self.predictor.predict(tracked.query))
+            self.follow(tracked, self.predictor.predict(tracked.query))
         self.by_id[request.request_id] = tracked
         return problem
 
@@ -228,7 +228,7 @@ class TrackedRequests:
             if not self.predictor.prefers(RETRIEVAL, tracked.prediction):
                 continue
             prediction = self.predictor.with_hint(tracked.query, distribution, RETRIEVAL)
-            self._follow(tracked, prediction._replace(source=source) if prediction.source == RETRIEVAL else prediction)
+            self.follow(tracked, prediction._replace(source=source) if prediction.source == RETRIEVAL else prediction)
             corrected.append(tracked)
         return corrected
 
@@ -246,9 +246,9 @@ class TrackedRequests:
         """Predict again for a streaming session whose prompt grew or whose bound was moved."""
         tracked.ask_again()
         tracked.answers = None
-        self._follow(tracked, self.predictor.predict(tracked.query))
+        self.follow(tracked, self.predictor.predict(tracked.query))
 
-    def _follow(self, tracked: TrackedRequest, prediction: Prediction) -> None:
+    def follow(self, tracked: TrackedRequest, prediction: Prediction) -> None:
         """Estimate the length of a request by this from now on: more than it generated, and at most its bound."""
         tracked.prediction = prediction
         generated: int = tracked.request.num_output_tokens

@@ -166,6 +166,12 @@ def _counters(engine: SimulatedEngine, num_blocks: int) -> dict[str, float]:
     if isinstance(engine.scheduler, SteeredScheduler):
         counters = engine.scheduler.observer.counters
         found |= {"policy_fallbacks": counters.fallbacks, "demotions": counters.demotions}
+        if (shadow := engine.scheduler.observer.shadow) is not None:
+            shadow.catch_up()
+            found["shadow_requests"] = shadow.compared.requests
+            for order, waits in (("real", shadow.compared.real), ("shadow", shadow.compared.shadow)):
+                found[f"shadow_wait_s_{order}"] = waits.total_s
+                found[f"shadow_longest_wait_s_{order}"] = waits.longest_s
     return {name: float(value) for name, value in found.items()}
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from vllm_ext.config import AXES, ConfigError, ExtConfig
 from vllm_ext.config.errors import did_you_mean
+from vllm_ext.contract import Ordering
 from vllm_ext.systems.system import Policies, System, fields_of
+from vllm_ext.systems.upstream import Arrival
 from vllm_ext.systems.user_policies import BASES, with_own
 
 _FIRST, _LAST = "fcfs", "baselines"
@@ -175,7 +177,36 @@ def build(config: ExtConfig) -> Policies:
         if not isinstance(policy, BASES[axis]):
             allowed = f"a subclass of vllm_ext.contract.{BASES[axis].__name__}"
             raise ConfigError(f"system.{axis}", type(policy).__name__, allowed)
-    return Policies(system=system, gates=gates, **built)
+    shadow = None if config.shadow is None else _shadow(config.shadow, built["ordering"])
+    return Policies(system=system, gates=gates, shadow=shadow, **built)
+
+
+def _shadow(name: str, served: Ordering) -> Ordering:
+    """Return the ordering of a system that is compared with the one that serves.
+
+    Raises:
+        ConfigError: the system is unknown, reads true output lengths, or has that order itself.
+    """
+    try:
+        system = resolve(name)
+    except ConfigError as error:
+        raise ConfigError("shadow", name, error.allowed) from error
+    found = _own_ordering(system)
+    if system.oracle or _alike(found, served):
+        others = ", ".join(row.name for row in table() if not (row.oracle or _alike(_own_ordering(row), served)))
+        why = "reads true output lengths" if system.oracle else "serves in the order that is served already"
+        raise ConfigError("shadow", name, f"{why}; systems with another order: {others}")
+    return found
+
+
+def _own_ordering(system: System) -> Ordering:
+    found: Ordering = _construct(system.ordering, "ordering", system.parameters.get("ordering", {}))
+    return found
+
+
+def _alike(one: Ordering, other: Ordering) -> bool:
+    """Whether requests wait in the same order; who runs may be ordered differently."""
+    return one == other or type(one).rank is type(other).rank is Arrival.rank
 
 
 def _check_names(axis: str, given: Mapping[str, Any], system: System) -> None:

@@ -59,6 +59,8 @@ class Policies:
     budget: Budget
     residency: Residency
     sharing: Sharing
+    shadow: Ordering | None = None
+    """Of another system: it only watches."""
 
     @property
     def all(self) -> tuple[Policy, ...]:
