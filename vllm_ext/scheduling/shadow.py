@@ -23,7 +23,6 @@ from vllm_ext.scheduling.waits_compared import WaitsCompared
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_ext.scheduling.scheduler import SteeredScheduler
     from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
 
 logger = init_logger("vllm.vllm_ext.shadow")
@@ -225,7 +224,7 @@ class Shadow:
                 compared.add(*waits, request.service_s)
 
 
-def shadow_beside(scheduler: SteeredScheduler, ordering: Ordering) -> Shadow:
+def shadow_beside(scheduler: Any, ordering: Ordering) -> Shadow:
     """Return the shadow of a scheduler; it reports for the last time when that shuts down."""
     probe, close = scheduler.prefixes.probe, scheduler.shutdown
     shadow = Shadow(
