@@ -27,7 +27,7 @@ _BEGIN, _END = "<!-- rooms: begin -->\n", "<!-- rooms: end -->"
 LAYERS = """
     cli
     compare
-    experiments demo
+    experiments demo quality
     cluster cellular
     plugin
     simulation

@@ -35,6 +35,8 @@ import torch
 from kv_quant_model import FULL, QUICK, Trained, trained
 
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
+from vllm_ext.quality.gate import perplexity_claim
+from vllm_ext.quality.kv_formats import BLOCK_TOKENS
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
@@ -42,7 +44,7 @@ from vllm_ext.report.table import Table
 from vllm_ext.report.timing import largest_copy
 
 BLOCKS = (16, 32, 64, 128)
-RATIO_GOAL, PERPLEXITY_GOAL_PERCENT = 1.9, 0.1
+RATIO_GOAL = 1.9
 JUDGED_BLOCK = 32
 """Tokens of a block at which the speed is judged, a multiple of which vLLM's CPU backend asks for."""
 
@@ -81,8 +83,8 @@ def goals_of(
     output: Mapping[str, float], found: Trained,
 ) -> list[Claim]:  # fmt: skip
     """Judge what was measured."""
-    claims = [Claim(name=f"block_{quality.BLOCK}_times_smaller_than_bf16", op=">=", goal=RATIO_GOAL,
-                  value=sizes[f"block_{quality.BLOCK}_times_smaller_than_bf16"],
+    claims = [Claim(name=f"block_{BLOCK_TOKENS}_times_smaller_than_bf16", op=">=", goal=RATIO_GOAL,
+                  value=sizes[f"block_{BLOCK_TOKENS}_times_smaller_than_bf16"],
                   facts="a minimum and a scale of 16 bits for each channel of a block: see format.md")]  # fmt: skip
     for cell in cells:
         if cell.block_size == JUDGED_BLOCK and cell.state == "cold" and cell.direction == "store":
@@ -101,10 +103,7 @@ def goals_of(
     low, high = (output[f"perplexity_change_{end}_percent"] for end in ("low", "high"))
     note = f"95 % interval {low:.3f} to {high:.3f} %, of a model with perplexity {output['perplexity']:.1f}"
     note += f" on held-out text ({found.recipe.steps} steps of training)"
-    value = abs(output["perplexity_change_percent"])
-    claims.append(
-        Claim(name="perplexity_change_abs_percent", value=value, op="<", goal=PERPLEXITY_GOAL_PERCENT, facts=note)
-    )
+    claims.append(perplexity_claim(output, note))
     return claims
 
 
@@ -155,7 +154,7 @@ def main(argv: Sequence[str]) -> None:
     metrics |= {f"error_{name}_{key}": value for name, one in errors.items() for key, value in one.items()}
     metrics |= output | {f"model_{key}": value for key, value in found.facts.items()}
     config = {
-        "heads": speed.HEADS, "head_dim": speed.HEAD_DIM, "block_tokens": quality.BLOCK, "dtype": "bfloat16",
+        "heads": speed.HEADS, "head_dim": speed.HEAD_DIM, "block_tokens": BLOCK_TOKENS, "dtype": "bfloat16",
         "mib": args.mib, "repeats": args.repeats, "threads_of_copies": 1,
         "timer": "perf_counter" if args.wall else "thread_time", "recipe": vars(found.recipe),
         "sequences": args.sequences, "gpu": "measured" if gpu_found else "none on this machine: not measured",
@@ -170,7 +169,7 @@ def main(argv: Sequence[str]) -> None:
         baselines={"copy_bf16": {k: v for cell in cells for k, v in cell.baseline().items()}} | beside | gpu_beside,
         claims=goals_of(sizes, cells, errors, output, found),
     )
-    shown = tables(sizes, cells, errors, {f"int8_block_{quality.BLOCK}": output} | beside)
+    shown = tables(sizes, cells, errors, {f"int8_block_{BLOCK_TOKENS}": output} | beside)
     emit(result, shown + ([_side_by_side("GPU", {"8 bits": gpu_found} | gpu_beside)] if gpu_found else []), args.out)
 
 

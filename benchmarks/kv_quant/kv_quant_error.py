@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_ext.kernels.kv_quant import reference
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
+from vllm_ext.quality.kv_formats import there_and_back
 
 _ARITHMETIC = 4 * torch.finfo(torch.float32).eps
 HEADS, HEAD_DIM, TOKENS = 2, 64, 64
@@ -47,21 +47,6 @@ def made_up(blocks: int, seed: int) -> dict[str, torch.Tensor]:
 def layout() -> PageLayout:
     """Return the layout of the pages of `made_up`."""
     return PageLayout.rows(torch.bfloat16, HEADS, HEAD_DIM, TOKENS)
-
-
-def there_and_back(pages: torch.Tensor, fmt: RecordFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the records of pages, and the pages made of them, by the definition.
-
-    Raises:
-        RuntimeError: a block has no record.
-    """
-    ids = torch.arange(len(pages))
-    records, holds = reference.quantise(pages, ids, fmt)
-    if not holds.all():
-        raise RuntimeError("a block of the measured data has no record: a value is not finite, or a range too wide")
-    back = torch.empty_like(pages)
-    reference.dequantise(records, back, ids, fmt)
-    return records, back
 
 
 def measure(pages: torch.Tensor, layout_of_pages: PageLayout) -> dict[str, float]:

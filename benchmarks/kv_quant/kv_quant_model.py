@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_ext.envs import cache_dir
+from vllm_ext.quality.texts import spread, windows
 from vllm_ext.tiny_model.cache import obtain
 
 ROOT = Path(__file__).parents[2]
@@ -206,8 +207,7 @@ def perplexity(model: LlamaForCausalLM, stream: torch.Tensor, recipe: Recipe, se
 
 def sequences_of(stream: torch.Tensor, tokens: int, count: int) -> torch.Tensor:
     """Return up to ``count`` sequences that don't overlap, evenly spread over a text, shape [n, tokens]."""
-    whole = stream[: len(stream) // tokens * tokens].view(-1, tokens)
-    return whole[torch.linspace(0, len(whole) - 1, min(count, len(whole))).round().long()]
+    return spread(windows(stream, tokens), count)
 
 
 def _batches(stream: torch.Tensor, recipe: Recipe, sequences: int) -> Iterator[torch.Tensor]:
