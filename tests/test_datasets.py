@@ -292,3 +292,42 @@ def test_unreadable_file_is_an_error_naming_it(tmp_path: Path, content: bytes | 
         path.write_bytes(content)
     with pytest.raises(DatasetError, match=r"u.jsonl: cannot be read"):
         datasets.load(path)
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("a.txt", "one text\n\nof two parts", ["one text\n\nof two parts"]),
+        ("a.txt.gz", "packed", ["packed"]),
+        ("a.jsonl", lines({"text": "one"}, {"text": "two", "id": 7}), ["one", "two"]),
+        ("a.jsonl", lines({"prompt": "one"}, {"prompt": "two", "output_tokens": 3}), ["one", "two"]),
+        ("a.jsonl", lines({"prompt": "Why?", "output": "Because."}), ["Why?\nBecause."]),
+        ("a.json", json.dumps([CONVERSATION, MONOLOGUE]), ["Why?\nBecause.\nReally?\nYes."]),
+    ],
+    ids=["txt", "gz", "text", "prompt", "prompt and output", "conversations"],
+)
+def test_texts_are_read(name: str, content: str, texts: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path, name, content)
+    found = datasets.load_texts(path)
+    assert list(found.texts) == texts
+    assert (found.name, found.sha256) == (name, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.txt", " \n", "holds no texts"),
+        ("a.jsonl", lines(LOGGED), "holds no texts"),
+        ("a.csv", LMSYS, "holds no texts"),
+        ("a.jsonl", lines({"text": "one"}, {"text": 2}), "line 2: text: must be text, found int"),
+        ("a.jsonl", lines({"body": "one"}), "format not recognised"),
+        ("a.jsonl", "", "no rows"),
+    ],
+    ids=["empty", "log", "csv", "no text", "unknown", "no rows"],
+)
+def test_file_without_texts_is_refused(name: str, content: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=told):
+        datasets.load_texts(write(tmp_path, name, content))

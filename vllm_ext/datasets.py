@@ -118,11 +118,7 @@ def load(
     file = Path(path)
     if format not in FORMATS:
         raise DatasetError(f"dataset format {format!r}: must be one of {', '.join(FORMATS)}")
-    try:
-        stored = file.read_bytes()
-        text = (gzip.decompress(stored) if file.suffix == ".gz" else stored).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DatasetError(f"{file.name}: cannot be read as UTF-8 text: {error}") from error
+    stored, text = _contents(file)
     is_csv = file.name.removesuffix(".gz").endswith(".csv") if format == "auto" else _FORMATS[format].is_csv
     bad = _BadRows(skip=skip_bad_rows)
     found = list(_csv_entries(file.name, text) if is_csv else _json_entries(file.name, text, bad))
@@ -146,6 +142,58 @@ def load(
     return Dataset(
         name=file.name, format=format, rows=rows, sha256=sha256, share=share, skipped=skipped, bad_rows=bad.count
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFile:
+    """Texts with their provenance."""
+
+    name: str
+    """File name without folder."""
+    texts: tuple[str, ...]
+    sha256: str
+    """Of the file as stored (compressed, if it is)."""
+
+
+def load_texts(path: str | Path) -> TextFile:
+    """Read texts: a ``.txt`` is one, a JSON object has one in ``text`` or ``prompt``, with its ``output`` behind it.
+
+    Any other format of `load` with prompts will do; a conversation is one text. Any of them may be gzipped.
+
+    Raises:
+        DatasetError: unreadable or malformed file, or one without texts.
+    """
+    file = Path(path)
+    stored, text = _contents(file)
+    if file.name.removesuffix(".gz").endswith(".txt"):
+        found = [text]
+    elif not file.name.removesuffix(".gz").endswith(".csv") and (plain := _plain(file.name, text)):
+        found = plain
+    else:
+        rows = load(path, outputs_only=True).rows
+        turns = [[part for turn in (row, *row.later) for part in (turn.prompt, turn.output_text)] for row in rows]
+        found = ["\n".join(filter(None, parts)) for parts in turns]
+    if not any(one.strip() for one in found):
+        raise DatasetError(f"{file.name}: holds no texts; needed is a .txt, or JSON lines with 'text' or 'prompt'")
+    return TextFile(name=file.name, texts=tuple(found), sha256=hashlib.sha256(stored).hexdigest())
+
+
+def _plain(file: str, text: str) -> list[str]:
+    """Texts of JSON objects that are no requests: without an output; none if the first is a request."""
+    entries = list(_json_entries(file, text, _BadRows(skip=False)))
+    first: Mapping[str, Any] = entries[0].value if entries else {}
+    field = next((name for name in ("text", "prompt") if name in first), None)
+    return [entry.text(field) for entry in entries] if field is not None and "output" not in first else []
+
+
+def _contents(file: Path) -> tuple[bytes, str]:
+    """A file as stored, and as text."""
+    try:
+        stored = file.read_bytes()
+        text = (gzip.decompress(stored) if file.suffix == ".gz" else stored).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DatasetError(f"{file.name}: cannot be read as UTF-8 text: {error}") from error
+    return stored, text
 
 
 @dataclass

@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "plan": "simulate every system on your trace and recommend one",
         "predictor": "train, judge, show and clear what length prediction learned",
         "profile": "measure step times for the runtime model",
+        "quality": "say whether KV in 8 bits changes a model's answers",
         "repro": "measure figures and tables of papers again on the simulator",
         "simulate": "serve a workload in virtual time",
         "sweep": "run a grid of simulations, or search capacities",
