@@ -181,7 +181,7 @@ def _page(
 
 
 def _agreement(outputs: Mapping[str, Outputs]) -> Iterator[Series]:
-    for name in outputs.keys() - {EXACT}:
+    for name in (name for name in outputs if name != EXACT):
         same = (outputs[name].greedy == outputs[EXACT].greedy).long().cumprod(1).double().mean(0)
         yield Series(label=_LABELS[name], x=list(range(1, len(same) + 1)), y=same.tolist())
 
