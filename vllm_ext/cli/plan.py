@@ -257,7 +257,8 @@ def _brings(found: Answer) -> Iterator[str]:
     shown = {label: one for label, one in parts_of_choice(choice).items() if one not in (DEFAULT, choice)}
     shown |= {"together" if shown else "this": choice} if choice != DEFAULT else {}
     fp8 = [one for one in found.tried.metrics if one.fp8_kv and one != choice]
-    shown |= {f"{one.name} (--kv-cache-dtype fp8 changes the model's answers)": one for one in fp8}
+    why = "--kv-cache-dtype fp8 changes the model's answers: vllm-ext quality MODEL says by how much"
+    shown |= {f"{one.name} ({why})": one for one in fp8}
     what = "of the share of met objectives" if found.objective.with_slo else "of the mean end-to-end latency"
     for label, candidate in shown.items():
         if load in found.tried.metrics.get(candidate, {}):
