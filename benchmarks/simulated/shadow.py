@@ -82,6 +82,7 @@ def run(runner: Runner) -> Findings:
                     value=round(abs(expected - measured) / max(now, measured), 4),
                     op="<=",
                     goal=TOLERANCE,
+                    why="short waits depend on whom admission lets in too, which a shadow does not try",
                     facts=f"{system} {now:.3g} s, {other} expected {expected:.3g} s, measured {measured:.3g} s",
                 )
             )
