@@ -198,12 +198,12 @@ def test_a_server_that_was_not_asked_for_it_has_no_such_endpoint(alise: Served, 
 
 def test_the_policies_are_switched_off_and_on_again(server: Served) -> None:
     policy = "/vllm-ext/policy"
-    started = done(server, "get", policy)
+    started = done(server, "GET", policy)
     assert started["order"] == "system"
-    assert done(server, "post", policy, {"order": "arrival", "least_tbt_ms": 40})["least_tbt_ms"] == 40
+    assert done(server, "POST", policy, {"order": "arrival", "least_tbt_ms": 40})["least_tbt_ms"] == 40
     wait_until(lambda: server.metric("vllm_ext:policy_by_arrival") == 1, "the gauge of the switch")
-    status, answer = call(server, "post", policy, {"max_num_batched_tokens": 1})
+    status, answer = call(server, "POST", policy, {"max_num_batched_tokens": 1})
     assert (status, answer["error"]["message"][:25]) == (400, "max_num_batched_tokens=1:")
-    assert call(server, "get", policy, key=KEY)[0] == 401
-    assert done(server, "delete", policy) == started
+    assert call(server, "GET", policy, key=KEY)[0] == 401
+    assert done(server, "DELETE", policy) == started
     wait_until(lambda: server.metric("vllm_ext:policy_by_arrival") == 0, "the gauge of the switch")

@@ -55,10 +55,12 @@ class ClockedEngine:
         """
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", envs.BENCH_FORCED_LENGTH: "1"}
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.entrypoints.cli.serve import make_arg_parser
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([*flags, "--no-async-scheduling"])
+        # Those of the API server too, which a user's own command has, and which say nothing to an engine.
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args([*flags, "--no-async-scheduling"])
         self._engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
         scheduler: Any = self._engine.engine_core.engine_core.scheduler
         self.clock = VirtualClock()
