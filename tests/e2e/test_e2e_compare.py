@@ -12,8 +12,9 @@ from forks import ForkServer
 from servers import HANG_S, MAX_MODEL_LEN, MODEL, SMALL_ENGINE, Served, wait_until
 
 from vllm_ext.cli import compare, plan
+from vllm_ext.compare import rounds
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(3 * HANG_S)]
 
 REQUESTS = 64
 SEATS = ("--max-num-seqs", "4")
@@ -32,8 +33,11 @@ async def _ask(server: Served) -> None:
 
 
 def test_what_a_server_logs_is_planned_with_and_compared(
-    forks: ForkServer | None, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    forks: ForkServer | None, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One repeat of the comparison is enough here: each engine takes as long to start as all of its requests."""
+    monkeypatch.setattr(rounds, "LEAST_REPEATS", 1)
     log = tmp_path / "requests.jsonl"
     args = ["--scheduler-cls", "fcfs", "--ext-request-log", str(log), "--ext-metrics-interval-s", "0.2", *SEATS]
     with Served(llama, args, log_path=tmp_path / "server.log", forks=forks) as server:
