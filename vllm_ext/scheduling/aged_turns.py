@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_ext.contract.aging import AGED_RANK
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -28,6 +30,16 @@ class AgedTurns:
     """The place of one whose turn it is."""
     _owed: dict[str, float] = field(default_factory=dict)
     """By client: turns due."""
+
+    @classmethod
+    def of(cls, limit: AgeLimit | None, placed: Callable[[Rank, int], Rank]) -> AgedTurns | None:
+        """Return the turns that an ordering asks for; None: it has no limit.
+
+        Args:
+            limit: The ordering's.
+            placed: Returns a rank as it counts for a request of a priority.
+        """
+        return None if limit is None else cls(limit, lambda request: placed(AGED_RANK, request.priority))
 
     def admitted(self, client: str, *, aged: bool, by_turn: bool) -> None:
         """Note an admission.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.config import ExtConfig
-    from vllm_ext.scheduling.shadow import Shadow
+    from vllm_ext.scheduling.shadow.shadow import Shadow
     from vllm_ext.step_time.runtime import RuntimeModel
     from vllm_ext.step_time.samples import StepSamples
 

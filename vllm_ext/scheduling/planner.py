@@ -6,12 +6,11 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, Split, StepPlan, Victim
+from vllm_ext.contract import NO_PLAN, RequestView, Room, Split, StepPlan, Victim
 from vllm_ext.kv.connector.cached_prefixes import CachedPrefixes
 from vllm_ext.scheduling.encoder_room import EncoderRoom, has_encoder
 from vllm_ext.scheduling.engine_state import EngineState
-from vllm_ext.scheduling.step import LOOK_AHEAD, EngineStep, could_join, pool_of
-from vllm_ext.step_time.runtime import StepFeatures
+from vllm_ext.scheduling.step import LOOK_AHEAD, EngineStep, could_join, server_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -24,11 +23,8 @@ if TYPE_CHECKING:
     from vllm_ext.scheduling.running_order import RunningOrder
     from vllm_ext.scheduling.tracked_requests import TrackedRequests
     from vllm_ext.scheduling.waiting_table import WaitingTable
-    from vllm_ext.step_time.runtime import RuntimeModel
 
 _LOOKED_AFTER_STEPS = 64
-_TYPICAL_TOKENS = 512
-"""Length of the sequences of a full batch, where it only matters of which order its step is."""
 _ASKED_BESIDE = 4
 """Requests of a step that a connector is asked for although nothing is left for them."""
 _CHANGED = 1.25
@@ -82,7 +78,7 @@ class Planner:
         self._asks_always = not budget.is_vllms
         self._priced_at = self._step_price()
         self._ranked_at = ordering.prices(*self._priced_at)
-        self._tracked.server = measured(self._engine, self._tracked.runtime)
+        self._tracked.server = server_of(self._engine, self._tracked.runtime)
 
     @property
     def looks(self) -> bool:
@@ -202,7 +198,7 @@ class Planner:
         if not _differ(prices, self._priced_at):
             return
         self._priced_at = prices
-        self._tracked.server = measured(self._engine, self._tracked.runtime)
+        self._tracked.server = server_of(self._engine, self._tracked.runtime)
         ranked_at = self._ordering.prices(*prices)
         if _differ(ranked_at, self._ranked_at):
             self._ranked_at = ranked_at
@@ -212,16 +208,6 @@ class Planner:
     def _step_price(self) -> tuple[float, float]:
         runtime = self._tracked.runtime
         return runtime.decode_s(100, 1000), runtime.prefill_s(1000)
-
-
-def measured(engine: EngineState, runtime: RuntimeModel) -> Server:
-    """Return what requests take their share of: seats, KV, and steps of a batch that fills both."""
-    pool = pool_of(engine)
-    kv_tokens = max(1, pool.total * pool.block_size)
-    decodes = max(1, min(engine.max_num_active_reqs, kv_tokens // _TYPICAL_TOKENS))
-    step_s = runtime.step_time_s(StepFeatures(decodes, 0, min(kv_tokens, decodes * _TYPICAL_TOKENS)))
-    token_s = runtime.prefill_s(_TYPICAL_TOKENS) / _TYPICAL_TOKENS
-    return Server(engine.max_num_active_reqs, kv_tokens, token_s / max(step_s, 1e-9))
 
 
 def _without_waste(split: Split, step: EngineStep, room: Room) -> Split:

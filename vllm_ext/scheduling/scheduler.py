@@ -21,7 +21,6 @@ from vllm.version import __version__ as vllm_version
 
 from vllm_ext.config import KEY, parse
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
-from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.hooks import registry
 from vllm_ext.kv.connector.cached_prefixes import CachedPrefixes
 from vllm_ext.kv.connector.recovery import (
@@ -43,7 +42,7 @@ from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.planner import Planner
 from vllm_ext.scheduling.running_order import RunningOrder
-from vllm_ext.scheduling.shadow import shadow_beside
+from vllm_ext.scheduling.shadow.shadow import shadow_beside
 from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.state import queue_state
 from vllm_ext.scheduling.step import LOOK_AHEAD
@@ -221,8 +220,7 @@ class SteeredScheduler(AsyncScheduler):
             of = lambda request: self.tracked[request.request_id].client  # noqa: E731
             shares = Shares(self.policies.sharing, of, self._policy_failed, lambda r: self.prefixes.of(r).ready_tokens)
             self.tracked.client = shares.name
-        limit = ordering.age_limit
-        turns = None if limit is None else AgedTurns(limit, lambda request: self._placed(AGED_RANK, request.priority))
+        turns = AgedTurns.of(ordering.age_limit, self._placed)
         self.ranked = self.waiting = WaitingTable(self._rank, self._ties, ordering.ageing, shares, turns)
         self.running_order = RunningOrder(
             self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import RequestStatus
 
-from vllm_ext.contract import Batch, Candidate, Pool, RequestView, Room, Split, StepStats, Victim
+from vllm_ext.contract import Batch, Candidate, Pool, RequestView, Room, Server, Split, StepStats, Victim
 from vllm_ext.contract.step import Lengths
 from vllm_ext.scheduling.demand import Prices
 from vllm_ext.scheduling.engine_state import (
@@ -40,6 +40,8 @@ LOOK_AHEAD = 32
 """Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""
 _ASKED_IN_VAIN = 64
 """Requests of which a connector can't tell yet what KV it has that a look comes across at most."""
+_TYPICAL_TOKENS = 512
+"""Length of the sequences of a full batch, where it only matters of which order its step is."""
 _computed_tokens = attrgetter("num_computed_tokens")
 _LENGTHS = (_computed_tokens, attrgetter("num_prompt_tokens"), attrgetter("max_tokens"))
 
@@ -311,3 +313,13 @@ def pool_of(engine: EngineState) -> Pool:
         lookahead_tokens=engine.num_lookahead_tokens,
         max_model_len=engine.max_model_len,
     )
+
+
+def server_of(engine: EngineState, runtime: RuntimeModel) -> Server:
+    """Return what requests take their share of: seats, KV, and steps of a batch that fills both."""
+    pool = pool_of(engine)
+    kv_tokens = max(1, pool.total * pool.block_size)
+    decodes = max(1, min(engine.max_num_active_reqs, kv_tokens // _TYPICAL_TOKENS))
+    step_s = runtime.step_time_s(StepFeatures(decodes, 0, min(kv_tokens, decodes * _TYPICAL_TOKENS)))
+    token_s = runtime.prefill_s(_TYPICAL_TOKENS) / _TYPICAL_TOKENS
+    return Server(engine.max_num_active_reqs, kv_tokens, token_s / max(step_s, 1e-9))

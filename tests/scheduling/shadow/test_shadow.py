@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from tests.support.steering import SCRIPT, Job, Rig, play, workload
 from vllm_ext.config import ConfigError, parse
 from vllm_ext.contract import Rank
-from vllm_ext.scheduling import shadow as shadow_module
+from vllm_ext.scheduling.shadow import shadow as shadow_module
 from vllm_ext.systems import build
 
 LIMITS: dict[str, Any] = {"num_blocks": 40, "max_num_seqs": 3}

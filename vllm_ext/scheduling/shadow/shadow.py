@@ -15,10 +15,10 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from vllm_ext.contract import Ordering, RequestView, Server
-from vllm_ext.scheduling.planner import measured
-from vllm_ext.scheduling.shadow_order import ShadowOrder
-from vllm_ext.scheduling.virtual_queue import VirtualQueue, VirtualRequest
-from vllm_ext.scheduling.waits_compared import WaitsCompared
+from vllm_ext.scheduling.shadow.shadow_order import ShadowOrder
+from vllm_ext.scheduling.shadow.virtual_queue import VirtualQueue, VirtualRequest
+from vllm_ext.scheduling.shadow.waits_compared import WaitsCompared
+from vllm_ext.scheduling.step import server_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -232,7 +232,7 @@ def shadow_beside(scheduler: Any, ordering: Ordering) -> Shadow:
         ordering,
         scheduler.tracked,
         seats=scheduler.max_num_active_reqs,
-        measure=lambda: measured(scheduler, scheduler.tracked.runtime),
+        measure=lambda: server_of(scheduler, scheduler.tracked.runtime),
         # Only where a look-up leaves no trace in vLLM's statistics.
         cached_tokens=lambda request: probe.cached(request)[0] * probe.block_size if probe.gallops else 0,
         by_priority=scheduler.scheduler_config.policy == "priority",

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_ext.contract import Ordering, Rank, RequestView, check_rank
-from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.scheduling.waiting_table import WaitingTable
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_ext.scheduling.virtual_queue import VirtualRequest
+    from vllm_ext.scheduling.shadow.virtual_queue import VirtualRequest
 
 
 class ShadowOrder:
@@ -34,8 +33,7 @@ class ShadowOrder:
         self._ordering, self._view, self._by_priority = ordering, view, by_priority
         self.overtakes = 0
         self._now = 0.0
-        limit = ordering.age_limit
-        turns = None if limit is None else AgedTurns(limit, lambda request: self._placed(AGED_RANK, request.priority))
+        turns = AgedTurns.of(ordering.age_limit, self._placed)
         rank, ties = cast("Any", self._rank), lambda request: request.tracked.ties
         self._table = WaitingTable(rank, cast("Any", ties), ordering.ageing, None, turns)
 

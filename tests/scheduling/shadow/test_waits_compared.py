@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ext.scheduling.waits_compared import Waits, WaitsCompared
+from vllm_ext.scheduling.shadow.waits_compared import Waits, WaitsCompared
 
 
 def test_a_quantile_is_exact_to_a_twentieth() -> None:

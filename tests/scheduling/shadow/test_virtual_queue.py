@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_ext.scheduling.virtual_queue import VirtualQueue, VirtualRequest
+from vllm_ext.scheduling.shadow.virtual_queue import VirtualQueue, VirtualRequest
 
 
 class Sorted:
