@@ -34,13 +34,15 @@ import numpy as np
 from engine_process import run
 
 from vllm_ext.compare.clocked import ClockedEngine
+from vllm_ext.compare.duel import BLOCK, HARDWARE, SCALE, SEATS, engine_flags, num_blocks
+from vllm_ext.compare.duel import CONTEXT as MAX_LEN
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.intervals import interval
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.cost.spec import CostSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.simulation.workloads.requests import SimRequest
@@ -75,10 +77,7 @@ ROWS = {
     "auto": Row("auto"),
 }
 LOADS = (1.0, 1.2)
-HARDWARE = HardwareSpec(model="opt-13b", device="a100-40")
-SCALE, BLOCK, SEATS, MAX_LEN = 0.25, 32, 256, 512
-"""The first of lengths and of the KV memory."""
-NUM_BLOCKS = int(SCALE * HARDWARE.resolve().num_kv_blocks(BLOCK, max_num_batched_tokens=2048, max_num_seqs=SEATS))
+NUM_BLOCKS = num_blocks()
 WARM, BACKLOG_SEED = 60, 999
 """Requests that have ended before the first seed: there is a history of lengths, as on a server that has run."""
 SLOT_S = 1e5
@@ -126,13 +125,8 @@ def requests_of(count: int, seeds: Sequence[int], rate: float) -> Requests:
 
 def flags(row: Row) -> list[str]:
     """Return what `vllm serve` would be told."""
-    given: dict[str, object] = {
-        "--model": build_model(Style.LLAMA), "--dtype": "float32", "--max-model-len": MAX_LEN,
-        "--max-num-seqs": SEATS, "--max-num-batched-tokens": row.budget, "--block-size": BLOCK,
-        "--num-gpu-blocks-override": NUM_BLOCKS, "--kv-cache-memory-bytes": 2**29, "--watermark": row.watermark,
-        **({"--scheduler-cls": row.system} if row.system else {}),
-    }  # fmt: skip
-    return ["--enforce-eager", *(str(word) for pair in given.items() for word in pair)]
+    given = ["--model", str(build_model(Style.LLAMA)), *engine_flags(row.budget), "--watermark", str(row.watermark)]
+    return given + (["--scheduler-cls", row.system] if row.system else [])
 
 
 def on_engine(row: Row, requests: Sequence[SimRequest]) -> dict[str, Times]:
@@ -212,7 +206,7 @@ def measures(rows: Sequence[Times]) -> dict[str, float]:
 
 def compared(ours: Sequence[float], tuned: Sequence[float]) -> tuple[float, float, float]:
     """Return the geometric mean of tuned over ours with its 95 % interval."""
-    found = interval([math.log(other / one) for one, other in zip(ours, tuned, strict=True)], points=False)
+    found = interval([math.log(other / one) for one, other in zip(ours, tuned, strict=True)])
     return found.value, found.low, found.high
 
 

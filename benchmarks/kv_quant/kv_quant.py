@@ -34,9 +34,9 @@ import kv_quant_speed as speed
 import torch
 from kv_quant_model import FULL, QUICK, Trained, trained
 
+from vllm_ext.config.kv_tier import BLOCK_TOKENS
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.quality.gate import perplexity_claim
-from vllm_ext.quality.kv_formats import BLOCK_TOKENS
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.common_flags import at_least
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit

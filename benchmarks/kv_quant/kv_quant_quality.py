@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from kv_quant_model import Trained, sequences_of
 
+from vllm_ext.config.kv_tier import BLOCK_TOKENS
 from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.quality import kv_formats
-from vllm_ext.quality.kv_formats import BLOCK_TOKENS, KvFormat, pages_of
+from vllm_ext.quality.kv_formats import KvFormat, pages_of
 from vllm_ext.quality.outputs import BATCH, GREEDY_LENGTHS, changes, exact_kv, outputs
 
 BLOCKS = (16, 32, 64, 128)

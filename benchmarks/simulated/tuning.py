@@ -37,7 +37,7 @@ from vllm_ext.experiments.experiment import Experiment, Findings
 from vllm_ext.experiments.grid import Grid
 from vllm_ext.experiments.runner import Runner
 from vllm_ext.report.claim import Claim
-from vllm_ext.report.intervals import Ratio, interval
+from vllm_ext.report.intervals import interval
 from vllm_ext.report.results import argument_parser, command
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.plan import search
@@ -127,8 +127,7 @@ def ratios(grid: Grid, scene: str, name: str, base: str, metric: str) -> list[fl
 
 def shown_ratio(grid: Grid, scene: str, name: str, base: str, metric: str) -> str:
     """Return the geometric mean of `ratios` with its interval, as tables show it."""
-    found = interval([math.log(one) for one in ratios(grid, scene, name, base, metric)], points=False)
-    return str(Ratio(found.value, found.low, found.high))
+    return str(interval([math.log(one) for one in ratios(grid, scene, name, base, metric)]))
 
 
 def geometric(values: Sequence[float]) -> float:

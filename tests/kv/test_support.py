@@ -14,12 +14,11 @@ from vllm.platforms import current_platform
 
 from vllm_ext.config import parse
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.config.kv_tier import KvTierConfig
+from vllm_ext.config.kv_tier import BLOCK_TOKENS, KvTierConfig
 from vllm_ext.kernels import native
 from vllm_ext.kv.connector.options import tier_of, transfer_config
 from vllm_ext.kv.connector.spec import TierSpec
 from vllm_ext.kv.connector.support import (
-    BLOCK_TOKENS,
     choose_block_size,
     refuse_model,
     refuse_size,

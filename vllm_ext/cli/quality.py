@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ext.cli.command import Failed, Parser, UsageError, guarded, need
 from vllm_ext.cli.spec_flags import command_line
+from vllm_ext.config.kv_tier import BLOCK_TOKENS
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.page import Chart, Page, Section, Verdict, facts_of, write
@@ -202,7 +203,7 @@ def _parser() -> Parser:
     _count(parser, "--sequences", 64, "sequences that are cut from the texts")
     _count(parser, "--tokens", 1024, "tokens of a sequence")
     _count(parser, "--greedy-tokens", 64, "tokens generated after the first half of each")
-    _count(parser, "--block-size", 64, "tokens of a KV block, as --block-size of the server")
+    _count(parser, "--block-size", BLOCK_TOKENS, "tokens of a KV block, as --block-size of the server")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="as you serve it (default: the checkpoint's)")
     parser.add_argument("--device", choices=DEVICES, default="auto", help="(default: a GPU if torch sees one)")
     parser.add_argument("--request-log", type=Path, metavar="FILE", help="also say how well output lengths of these "

@@ -20,11 +20,11 @@ from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 HARDWARE = HardwareSpec(model="opt-13b", device="a100-40")
-_SCALE, _CONTEXT, _BLOCK, _SEATS, _BUDGET = 0.25, 512, 32, 256, 2048
+SCALE, CONTEXT, BLOCK, SEATS, BUDGET = 0.25, 512, 32, 256, 2048
 """Of lengths and of KV memory, so that it takes seconds; seats and token budget are vLLM's defaults on that device."""
 BURSTS = WorkloadSpec(
-    source="sharegpt-like", scale_prompt=_SCALE, scale_output=_SCALE, max_model_len=_CONTEXT, over_context="cut",
-    max_tokens=_CONTEXT // 2, arrivals="gamma", cv=2.0, rate_per_s=25.0, num_requests=400,
+    source="sharegpt-like", scale_prompt=SCALE, scale_output=SCALE, max_model_len=CONTEXT, over_context="cut",
+    max_tokens=CONTEXT // 2, arrivals="gamma", cv=2.0, rate_per_s=25.0, num_requests=400,
 )  # fmt: skip
 """As many a second as stock vLLM carries (docs/results/engine-clock.md): below that hardly anybody would wait."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -62,13 +62,17 @@ class Duel:
         yield f"Who pays with {self.system}: " + ("; ".join(paying) or "nobody by more than 5 %")
 
 
-def engine_flags() -> list[str]:
-    """Return the flags of an engine that serves the bursts."""
-    blocks = HARDWARE.resolve().num_kv_blocks(_BLOCK, max_num_batched_tokens=_BUDGET, max_num_seqs=_SEATS)
+def num_blocks() -> int:
+    """Return the KV blocks of the engine."""
+    whole = HARDWARE.resolve().num_kv_blocks(BLOCK, max_num_batched_tokens=BUDGET, max_num_seqs=SEATS)
+    return int(SCALE * whole)
+
+
+def engine_flags(budget: int = BUDGET) -> list[str]:
+    """Return the flags of an engine that serves the bursts, with so many tokens a step."""
     return (
-        f"--dtype float32 --enforce-eager --max-model-len {_CONTEXT} --max-num-seqs {_SEATS} --block-size {_BLOCK} "
-        f"--max-num-batched-tokens {_BUDGET} --num-gpu-blocks-override {int(_SCALE * blocks)} "
-        "--kv-cache-memory-bytes 536870912"
+        f"--dtype float32 --enforce-eager --max-model-len {CONTEXT} --max-num-seqs {SEATS} --block-size {BLOCK} "
+        f"--max-num-batched-tokens {budget} --num-gpu-blocks-override {num_blocks()} --kv-cache-memory-bytes 536870912"
     ).split()
 
 

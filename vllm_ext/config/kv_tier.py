@@ -12,6 +12,8 @@ from pydantic import AfterValidator, Field, PlainValidator, model_validator
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.model import Flag, Options
 
+BLOCK_TOKENS = 64
+"""Tokens of a KV block under a tier unless the user says otherwise: see docs/kv-tier.md."""
 LOSSLESS, QUANTISED = 16, 8
 RETENTION, TAIL, LEADING = "retention", "tail", "leading"
 PREFIX_POLICIES = (RETENTION, TAIL, "lru", "arc")

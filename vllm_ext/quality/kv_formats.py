@@ -12,8 +12,6 @@ from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 KvFormat = Callable[[torch.Tensor], torch.Tensor]
 """Takes keys and values of a layer side by side, [sequences, heads, tokens, K and V], and returns what was kept of
 them, in the same shape and type."""
-BLOCK_TOKENS = 64
-"""Of a KV block under a KV tier, unless ``--block-size`` says otherwise."""
 _FP8_MAX = 448.0
 
 

@@ -55,22 +55,12 @@ def times_better(ours: float, base: float, *, higher: bool = False) -> float:
     return over / under if under > 0 else math.inf
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """A measure against a baseline's in the same seeds."""
-
-    value: float
-    low: float
-    high: float
-    """95 % interval; with one seed both are the value."""
-
-
-def interval(values: Sequence[float], *, points: bool) -> Compared:
-    """Return the mean of seeds with its interval: of differences in points, or of logarithms of ratios."""
+def interval(logs: Sequence[float]) -> Ratio:
+    """Return the geometric mean of ratios, given their logarithms by seed; the interval of one seed is its value."""
     from scipy import stats
 
-    middle, half = mean(values), 0.0
-    if len(values) >= MIN_SEEDS:
-        half = float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    low, value, high = (one if points else math.exp(min(one, 50.0)) for one in (middle - half, middle, middle + half))
-    return Compared(value=value, low=low, high=high)
+    middle, half = mean(logs), 0.0
+    if len(logs) >= MIN_SEEDS:
+        half = float(stats.t.ppf(0.975, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
+    value, low, high = (math.exp(min(one, 50.0)) for one in (middle, middle - half, middle + half))
+    return Ratio(value, low, high)

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.config.kv_tier import QUANTISED
+from vllm_ext.config.kv_tier import BLOCK_TOKENS, QUANTISED
 from vllm_ext.kernels import native
 from vllm_ext.kv.connector.options import TIER_KEY, tier_of
 from vllm_ext.kv.host.memory import free_bytes
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.vllm_ext.kv")
 
-BLOCK_TOKENS = 64
-"""Tokens of a KV block under a tier unless the user says otherwise: see docs/kv-tier.md."""
 _LEAST_BLOCKS = 64
 """That a tier holds whose size nobody chose."""
 

@@ -49,7 +49,7 @@ def ratio(ours: Metrics, base: Metrics, metric: str) -> Ratio:
     logs = [math.log(found) for found in _by_window(ours, base, metric) if 0 < found < math.inf]
     if len(logs) < MIN_SEEDS:
         return Ratio(value, 0.0, math.inf)
-    found = interval(logs, points=False)
+    found = interval(logs)
     return Ratio(value, found.low, found.high)
 
 
