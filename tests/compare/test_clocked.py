@@ -14,6 +14,7 @@ from vllm_ext.compare.servers import Clocked, Row
 from vllm_ext.demo.server import ServerError
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.requests import all_requests
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.tiny_model import Style
 from vllm_ext.tiny_model import build as build_model
@@ -63,6 +64,27 @@ def test_the_simulator_says_the_same_of_the_same_requests(tmp_path: Path) -> Non
             assert real.failed == 0
             assert real.ttft_s == pytest.approx(said["ttft_s"].to_numpy(), rel=1e-6)
             assert real.e2e_s == pytest.approx(said["e2e_s"].to_numpy(), rel=1e-6)
+
+
+@pytest.mark.e2e
+def test_conversations_find_what_was_said_before(tmp_path: Path) -> None:
+    """On the engine and in the simulator alike, and nothing of the run before."""
+    workload = WorkloadSpec(
+        source="pensieve-sharegpt", scale_prompt=0.1, scale_output=0.1, min_turns=2, max_turns=3, think_s=1.0,
+        num_requests=8, rate_per_s=20.0, max_model_len=256,
+    )  # fmt: skip
+    requests = all_requests(build(workload))
+    spec = {"engine": {"system": "upstream-fcfs", "num_blocks": BLOCKS, "async_scheduling": False, **LIMITS},
+            "workload": workload.model_dump(mode="json")}  # fmt: skip
+    said = vllm_ext.simulate(spec).requests.set_index("req_id").loc[[one.req_id for one in requests]]
+    with engine(tmp_path).started(Row("upstream")) as server:
+        for _ in range(2):
+            found = server.serve(workload)
+            real = observed(found, requests)
+            assert real.failed == 0
+            assert real.arrival_s == pytest.approx(said["arrival_s"].to_numpy(), rel=1e-6)
+            assert real.e2e_s == pytest.approx(said["e2e_s"].to_numpy(), rel=1e-6)
+            assert 0.1 < found["timeline"]["cached"] < 0.6
 
 
 @pytest.mark.e2e

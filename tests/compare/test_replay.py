@@ -18,9 +18,12 @@ from vllm.benchmarks.serve import calculate_metrics
 from vllm_ext.compare.observed import measured
 from vllm_ext.compare.replay import observed, prompt_of, sent
 from vllm_ext.compare.servers import served_model
+from vllm_ext.compare.talk import conversed
 from vllm_ext.contract.objective import Slo
 from vllm_ext.demo.server import ServerError
-from vllm_ext.simulation.workloads.requests import SimRequest
+from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.requests import SimRequest, all_requests
+from vllm_ext.simulation.workloads.spec import SloTarget, TierSpec, WorkloadSpec
 
 
 def request(name: str, **changes: Any) -> SimRequest:
@@ -65,17 +68,35 @@ class Endpoint:
         count = body.get("vllm_xargs", {}).get("bench_output_len", 2)
         answer = web.StreamResponse()
         await answer.prepare(asked)
-        for _ in range(count):
-            await answer.write(b"data: " + json.dumps({"choices": [{"text": "so "}]}).encode() + b"\n\n")
+        for number in range(count):
+            choice = {"text": "so "} | ({"token_ids": [1000 + number]} if body.get("return_token_ids") else {})
+            await answer.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
             await asyncio.sleep(0.02)
         usage = {"choices": [], "usage": {"completion_tokens": count, "prompt_tokens": 6}}
         await answer.write(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n")
         return answer
 
 
+class Silent(Endpoint):
+    """One that tells no token ids."""
+
+    async def _complete(self, asked: web.Request) -> web.StreamResponse:
+        text = (await asked.text()).replace("return_token_ids", "unknown")
+        asked._read_bytes = text.encode()  # what `json` reads
+        return await super()._complete(asked)
+
+
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint()
+    yield from running(Endpoint())
+
+
+@pytest.fixture
+def silent() -> Iterator[Endpoint]:
+    yield from running(Silent())
+
+
+def running(made: Endpoint) -> Iterator[Endpoint]:
     thread = threading.Thread(target=made.run, daemon=True)
     thread.start()
     assert made.ready.wait(30)
@@ -142,6 +163,51 @@ def test_a_server_that_nobody_forced_gets_no_hidden_length(endpoint: Endpoint) -
     assert body["prompt"] == "Hello"
     assert "vllm_xargs" not in body
     assert not body.get("ignore_eos")
+
+
+TALKS = WorkloadSpec(
+    source="pensieve-sharegpt", scale_prompt=0.02, scale_output=0.02, min_turns=3, max_turns=3, think_s=0.05,
+    num_requests=2, rate_per_s=50.0, max_model_len=400,
+    tiers=(TierSpec(name="chat", e2e=SloTarget(base_s=1e9)),),
+)  # fmt: skip
+
+
+def test_a_next_turn_follows_the_answer_and_begins_with_all_that_was_said(endpoint: Endpoint) -> None:
+    requests = all_requests(build(TALKS))
+    assert [one.req_id for one in requests] == ["r0.0", "r0.1", "r0.2", "r1.0", "r1.1", "r1.2"]
+    found = conversed(endpoint.url, "tiny", build(TALKS), forced=True)
+    run = observed(found, requests)
+    assert run.failed == 0
+    assert run.on_time.tolist() == [1.0] * 6
+    assert run.output_tokens.tolist() == [one.output_tokens for one in requests]
+    for first, after in ((0, 1), (1, 2), (3, 4), (4, 5)):
+        before, now = (endpoint.bodies[requests[at].req_id] for at in (first, after))
+        answer = [1000 + number for number in range(requests[first].output_tokens)]
+        said = before["prompt"] + answer
+        assert now["prompt"][: len(said)] == said, "the answer as it came"
+        assert len(now["prompt"]) == requests[after].prompt_tokens
+        assert run.arrival_s[after] > run.arrival_s[first] + run.e2e_s[first] - 0.01, "whoever thinks has the answer"
+
+
+def test_a_conversation_ends_with_a_turn_that_failed(silent: Endpoint) -> None:
+    requests = all_requests(build(TALKS))
+    found = conversed(silent.url, "tiny", build(TALKS), forced=True)
+    assert len(found["errors"]) == 2
+    assert all("no token ids" in error for error in found["errors"])
+    run = observed(found, requests)
+    assert run.failed == 6, "later turns were never sent"
+    assert run.on_time.tolist() == [0.0] * 6
+
+
+def test_no_run_finds_the_kv_of_another_nor_a_tenant_that_of_another(endpoint: Endpoint) -> None:
+    salts = []
+    for _ in range(2):
+        requests = [request("a", tenant="x"), request("b", tenant="x"), request("c", tenant="y")]
+        sent(endpoint.url, "tiny", requests, forced=True, log=io.StringIO())
+        salts.append([endpoint.bodies[name]["cache_salt"] for name in "abc"])
+    (a, b, c), again = salts
+    assert a == b != c
+    assert not {a, c} & {*again}
 
 
 def test_prompts_share_what_the_recorded_ones_share() -> None:

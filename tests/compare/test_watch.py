@@ -42,6 +42,29 @@ def test_requests_of_all_engines_count_together_and_kv_is_their_mean(monkeypatch
     assert Timeline.of({"timeline": line.kept()}) == line
 
 
+def counters(**totals: float) -> Snapshot:
+    return Snapshot.parsed("".join(f"vllm:{name}_total {value}\n" for name, value in totals.items()), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("now", "cached"),
+    [
+        ({"prefix_cache_queries": 300, "prefix_cache_hits": 60}, 0.25),
+        ({"prefix_cache_queries": 300, "prefix_cache_hits": 60, "external_prefix_cache_hits": 100}, 0.75),
+        ({"prefix_cache_queries": 100, "prefix_cache_hits": 10}, None),
+        ({}, None),
+    ],
+)
+def test_what_prompts_found_on_the_device_and_outside_counts_over_the_run(
+    now: dict[str, float], cached: float | None
+) -> None:
+    outside = {"external_prefix_cache_hits": 0.0} if "external_prefix_cache_hits" in now else {}
+    line = Timeline()
+    line.count(counters(prefix_cache_queries=100, prefix_cache_hits=10, **outside), counters(**now))
+    assert line.cached == cached
+    assert line.preemptions is None
+
+
 @pytest.mark.parametrize("answer", [OSError("refused"), ValueError("no metrics"), Snapshot(1.0, [])])
 def test_a_server_without_metrics_is_left_alone(answer: Exception | Snapshot) -> None:
     def ask(url: str) -> Snapshot:

@@ -15,7 +15,7 @@ from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, gu
 from vllm_ext.compare.observed import Observed, measured
 from vllm_ext.compare.rounds import Asked, Cells, Found, NoAnswer, compare
 from vllm_ext.compare.servers import Backend, Clocked, Here, Row, There
-from vllm_ext.compare.shown import Shown
+from vllm_ext.compare.shown import COUNTED, Shown
 from vllm_ext.envs import cache_dir
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.page import write
@@ -163,6 +163,8 @@ def _result(args: argparse.Namespace, shown: Shown, made: GeneratedWorkload) -> 
     flat: dict[str, dict[str, float]] = {}
     for (name, load), runs in found.runs.items():
         values = measured(Observed.joined([*runs.values()]))
+        counts = {key: shown.counted(name, load, key) for key in COUNTED}
+        values |= {key: count for key, count in counts.items() if count is not None}
         flat.setdefault(name, {}).update({f"load_{load:g}.{key}": value for key, value in values.items()})
     ours = asked.others[0].name
     config = {
@@ -229,9 +231,9 @@ def _parser(passed: list[str]) -> Parser:
     parser.add_argument("--loads", type=_loads, default=(0.7, 0.9, 1.0), metavar="X,Y",
                         help="multiples of what the baseline carries (default: 0.7,0.9,1)")  # fmt: skip
     parser.add_argument("--rate-at-1", type=_ABOVE_0, metavar="R",
-                        help="requests/s of load 1 (default: measured, by a backlog on the baseline)")  # fmt: skip
+                        help="requests (conversations) per second of load 1 (default: measured)")  # fmt: skip
     parser.add_argument("--requests", type=common_flags.at_least(20), default=300, metavar="N",
-                        help="requests of each run (default: 300)")  # fmt: skip
+                        help="requests (conversations) of each run (default: 300)")  # fmt: skip
     parser.add_argument("--precision", type=_ABOVE_0, default=0.05, metavar="SHARE",
                         help="half width of the intervals that is enough (default: 0.05)")  # fmt: skip
     parser.add_argument("--budget-minutes", type=_ABOVE_0, default=30.0, metavar="M",

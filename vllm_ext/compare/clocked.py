@@ -9,26 +9,28 @@ Requests are added when that clock is at their arrival. Of the API server, its t
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vllm_ext import envs
-from vllm_ext.compare.replay import prompt_of
+from vllm_ext.compare.replay import answered, cache_salt, prompt_of
 from vllm_ext.compare.watch import Timeline
+from vllm_ext.report.scraped import Snapshot
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
 from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.simulation.engine.events import VirtualClock
 from vllm_ext.simulation.measure.run_data import Decision
 from vllm_ext.simulation.recorded import forced_length
 from vllm_ext.simulation.workloads.build import build as workload_of
-from vllm_ext.simulation.workloads.requests import SimRequest
+from vllm_ext.simulation.workloads.requests import Workload
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 
@@ -78,63 +80,72 @@ class ClockedEngine:
             return finish(step, output)
 
         scheduler.update_from_output = timed
-        self._scheduler, self._preempted, preempt = scheduler, 0, scheduler._preempt_request
-
-        def counted(*args: Any, **kwargs: Any) -> None:
-            self._preempted += 1
-            preempt(*args, **kwargs)
-
-        scheduler._preempt_request = counted
+        self._scheduler, self._runs = scheduler, 0
 
     @property
     def max_model_len(self) -> int:
         """Longest context."""
         return int(self._engine.model_config.max_model_len)
 
-    def serve(self, requests: Iterable[SimRequest]) -> dict[str, Any]:
-        """Serve requests to their end; return what `replay.observed` reads, by the clock."""
+    def serve(self, workload: Workload) -> dict[str, Any]:
+        """Serve a workload to its end; return what `replay.observed` reads, by the clock."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine, start = self._engine, self.clock()
-        timeline, preempted_before = Timeline(), self._preempted
-        offered = sorted(requests, key=lambda one: one.arrival_s)
-        waiting = offered[::-1]
-        times: dict[str, list[float]] = {one.req_id: [] for one in offered}
-        tokens = dict.fromkeys(times, 0)
+        engine, start, timeline, before = self._engine, self.clock(), Timeline(), _counters()
+        self._runs += 1
+        number = itertools.count()
+        waiting = [(one.arrival_s, next(number), one) for one in workload.start()]
+        heapq.heapify(waiting)
+        sent = {}
+        times: dict[str, list[float]] = {}
+        tokens: dict[str, list[int]] = {}
         while waiting or engine.has_unfinished_requests():
             if not engine.has_unfinished_requests():
-                self.clock.advance_to(max(self.clock(), start + waiting[-1].arrival_s))
-            while waiting and start + waiting[-1].arrival_s <= self.clock():
-                one = waiting.pop()
+                self.clock.advance_to(max(self.clock(), start + waiting[0][0]))
+            while waiting and start + waiting[0][0] <= self.clock():
+                *_, one = heapq.heappop(waiting)
+                sent[one.req_id], times[one.req_id], tokens[one.req_id] = one, [], []
                 told = {**(one.extra_args or {}), **forced_length.extra_args(min(one.output_tokens, one.max_tokens))}
                 sampling = SamplingParams(
                     temperature=0.0, max_tokens=one.max_tokens, ignore_eos=True, detokenize=False,
                     output_kind=RequestOutputKind.DELTA, extra_args=told,
                 )  # fmt: skip
-                prompt = prompt_of(one)
-                engine.add_request(
-                    one.req_id, {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt, sampling,
-                    priority=one.priority,
-                )  # fmt: skip
+                prompt, salt = prompt_of(one), cache_salt(f"run {self._runs}", one)
+                asked = {"prompt_token_ids": prompt} if isinstance(prompt, list) else {"prompt": prompt}
+                engine.add_request(one.req_id, {**asked, "cache_salt": salt}, sampling, priority=one.priority)
             for output in engine.step():
-                if count := len(output.outputs[0].token_ids):
+                (got,) = output.outputs
+                if got.token_ids:
                     times[output.request_id].append(self.clock() - start)
-                    tokens[output.request_id] += count
+                    tokens[output.request_id] += got.token_ids
+                if output.finished:
+                    one = sent[output.request_id]
+                    for after in workload.after(one, self.clock() - start, answered(tokens[one.req_id])):
+                        heapq.heappush(waiting, (after.arrival_s, next(number), after))
             kv_used = self._scheduler.kv_cache_manager.usage
             timeline.add(self.clock() - start, *self._scheduler.get_request_counts(), kv_used)
-        timeline.preemptions = self._preempted - preempted_before
-        rows = [(one, times[one.req_id]) for one in offered]
+        timeline.count(before, _counters())
+        rows = [(one, times[one.req_id]) for one in sent.values()]
         return {
+            "req_ids": [*sent],
+            "arrivals": [one.arrival_s for one, _ in rows],
             "ttfts": [each[0] - one.arrival_s if each else 0.0 for one, each in rows],
             "latencies": [each[-1] - one.arrival_s if each else 0.0 for one, each in rows],
             "itls": [[after - before for before, after in itertools.pairwise(each)] for _, each in rows],
-            "output_lens": [tokens[one.req_id] for one in offered],
-            "input_lens": [one.prompt_tokens for one in offered],
-            "queue_times": [0.0] * len(offered),
+            "output_lens": [len(each) for each in tokens.values()],
+            "input_lens": [one.prompt_tokens for one, _ in rows],
+            "queue_times": [0.0] * len(rows),
             "errors": ["" if each else "no token came" for _, each in rows],
             "timeline": timeline.kept(),
         }
+
+
+def _counters() -> Snapshot:
+    """Return what vLLM's own metrics of this process say."""
+    from prometheus_client import generate_latest
+
+    return Snapshot.parsed(generate_latest().decode(), 0.0)
 
 
 def main() -> None:
@@ -152,7 +163,7 @@ def main() -> None:
     print(json.dumps({"max_model_len": engine.max_model_len}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        found = engine.serve(workload_of(WorkloadSpec.model_validate(asked["workload"])).start())
+        found = engine.serve(workload_of(WorkloadSpec.model_validate(asked["workload"])))
         Path(asked["out"]).write_text(json.dumps(found), encoding="utf-8")
         print("{}", file=answers, flush=True)
 

@@ -13,10 +13,10 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """A run, a row for each request in the order of arrival; times in seconds, nan where a request failed."""
+    """A run, a row for each request in the order of `all_requests`; times in seconds, nan where a request failed."""
 
     arrival_s: Floats
-    """When it was to be sent, from the start of the run."""
+    """When it was to be sent, from the start of the run; nan of one that never was."""
     ttft_s: Floats
     """From then to its first token."""
     e2e_s: Floats
@@ -94,4 +94,4 @@ def measured(run: Observed) -> dict[str, float]:
 
 
 def _span_s(run: Observed) -> float:
-    return float(max(np.nanmax(run.arrival_s + run.e2e_s) - run.arrival_s.min(), 1e-9))
+    return float(max(np.nanmax(run.arrival_s + run.e2e_s) - np.nanmin(run.arrival_s), 1e-9))

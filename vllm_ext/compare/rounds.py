@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from vllm_ext.demo.server import ServerError
 from vllm_ext.files import replaced
 from vllm_ext.report.foreign_cpu import ForeignCpu
 from vllm_ext.simulation.workloads.build import build
-from vllm_ext.simulation.workloads.requests import SimRequest
+from vllm_ext.simulation.workloads.requests import SimRequest, all_requests
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 LEAST_REPEATS, MOST_REPEATS = 2, 20
@@ -49,7 +51,7 @@ class Asked:
     loads: Sequence[float]
     """Multiples of what the baseline carries."""
     requests: int
-    """Of each run."""
+    """Of each run; of conversations, how many begin."""
     precision: float
     """Relative half width of the interval of the mean end-to-end latency's ratio that is enough."""
     budget_s: float
@@ -57,6 +59,11 @@ class Asked:
     """Requests that vLLM runs at a time, where no row says otherwise."""
     rate_per_s: float | None = None
     """Of load 1; None: measured, by a backlog on the baseline."""
+
+    @cached_property
+    def unit(self) -> str:
+        """What is counted by ``requests`` and by rates."""
+        return "conversations" if build(self.workload).source.mean_turns > 1 else "requests"
 
     @property
     def rows(self) -> list[Row]:
@@ -261,7 +268,7 @@ def _runs(
     if any(cells.read(row, workload) is None for workload in workloads.values()):
         up.server(row).serve(_warming(asked, rate_per_s))
     for load, workload in workloads.items():
-        yield load, list(build(workload).start()), _run(up, cells, row, workload)
+        yield load, all_requests(build(workload)), _run(up, cells, row, workload)
 
 
 def _tuned(up: Up, cells: Cells, asked: Asked, found: Found, row: Row, tell: Callable[[str], None]) -> Row:
@@ -306,8 +313,10 @@ def workload_at(asked: Asked, rate_per_s: float, repeat: int) -> WorkloadSpec:
 
 
 def _warming(asked: Asked, rate_per_s: float) -> WorkloadSpec:
+    first = workload_at(asked, _WARM_LOAD * rate_per_s, 0)
+    enough = math.ceil(_WARM / build(first).source.mean_turns)
     return WorkloadSpec.model_validate({
-        **workload_at(asked, _WARM_LOAD * rate_per_s, 0).model_dump(), "num_requests": min(_WARM, asked.requests),
+        **first.model_dump(), "num_requests": min(enough, asked.requests), "think_s": 0.0,
         "seed": asked.workload.seed + _WARM_SEED,
     })  # fmt: skip
 
@@ -324,18 +333,25 @@ def _within_context(up: Up, cells: Cells, asked: Asked) -> Asked:
 
 
 def _capacity(up: Up, cells: Cells, asked: Asked, tell: Callable[[str], None]) -> float:
-    """Return what the baseline ends per second of a backlog, between its first and last tenth."""
+    """Return what the baseline ends per second of a backlog, between its first and last tenth.
+
+    Of conversations, whose clients then do not think, as many as these requests come from.
+    """
     row = asked.baseline
     backlog = WorkloadSpec.model_validate({
         **workload_at(asked, 1.0, 0).model_dump(), "arrivals": "at-once", "rate_per_s": None, "cv": 1.0,
+        "think_s": 0.0,
     })  # fmt: skip
-    ends = np.sort(observed(_run(up, cells, row, backlog), list(build(backlog).start())).e2e_s)
+    requests = all_requests(build(backlog))
+    run = observed(_run(up, cells, row, backlog), requests)
+    ends = np.sort(run.arrival_s + run.e2e_s)
     ends = ends[~np.isnan(ends)]
     if len(ends) < _FEWEST:
-        raise NoAnswer(f"the baseline answered {len(ends)} of {asked.requests} requests that were sent at once")
+        raise NoAnswer(f"the baseline answered {len(ends)} of {len(requests)} requests that were sent at once")
     first, last = len(ends) // 10, len(ends) - 1 - len(ends) // 10
-    rate = (last - first) / max(float(ends[last] - ends[first]), 1e-9)
-    tell(f"{row.name} carries {rate:.4g} requests/s")
+    begun = sum(one.meta["turn"] == 0 for one in requests)
+    rate = (last - first) / max(float(ends[last] - ends[first]), 1e-9) * begun / len(requests)
+    tell(f"{row.name} carries {rate:.4g} {asked.unit}/s")
     return rate
 
 

@@ -21,6 +21,8 @@ from vllm_ext.report.table import Table
 
 _COLUMNS = (MEAN, P99, "mean TTFT", "P90 TTFT", "mean TPOT", "P99 longest gap", "mean normalised")
 _OF_OBJECTIVES = ("on time", "goodput")
+COUNTED = {"preemptions": "preemptions", "cached": "prompt in cache"}
+"""What servers count, and how it is headed; of tokens of prompts, the share that was found in a KV cache."""
 _SPREAD = {
     "ttft_s": "time to first token",
     "tbt_s": "time between tokens",
@@ -76,10 +78,10 @@ class Shown:
                     joined = Observed.joined(runs)
                     values = measured(joined)
                     shown = [values.get(name) for name in columns]
-                    preempted = self._preemptions(row.name, load)
-                    rows.append([load, row.name, len(runs), joined.failed, preempted, *shown])
-        title = f"load 1 is {self.found.rate_per_s:.4g} requests/s; latencies in seconds"
-        return Table(["load", "server", "repeats", "failed", "preemptions", *columns], rows, title=title)
+                    counted = [self.counted(row.name, load, name) for name in COUNTED]
+                    rows.append([load, row.name, len(runs), joined.failed, *counted, *shown])
+        title = f"load 1 is {self.found.rate_per_s:.4g} {self.asked.unit}/s; latencies in seconds"
+        return Table(["load", "server", "repeats", "failed", *COUNTED.values(), *columns], rows, title=title)
 
     def by_class(self) -> Table | None:
         """Return the share of each class of service that met its objectives; None without two classes."""
@@ -107,7 +109,8 @@ class Shown:
             if flags and self.is_better(row.name):
                 yield f"  set these flags: {shlex.join(flags)}"
         yield from self.notes
-        yield from (f"{name} failed: {why.splitlines()[0]}" for name, why in self.found.failed.items())
+        for name, (first, *more) in ((name, why.splitlines()) for name, why in self.found.failed.items()):
+            yield f"{name} failed: {first} {more[-1].strip() if more else ''}".rstrip()
         yield f"stopped: {self.found.stopped}"
 
     def page(self, made: Result) -> page.Page:
@@ -121,8 +124,8 @@ class Shown:
         charts = [
             page.Chart(
                 caption="Mean end-to-end latency against the rate. Bands: 95 % intervals of the ratio to the baseline",
-                alt=f"Lines of the mean end-to-end latency against the request rate of {names}",
-                draw=lambda path: plots.lines(self._lines(), path, xlabel="request rate (requests/s)",
+                alt=f"Lines of the mean end-to-end latency against the rate of {names}",
+                draw=lambda path: plots.lines(self._lines(), path, xlabel=f"rate ({self.asked.unit}/s)",
                                               ylabel="mean end-to-end latency (s)"),
             ),
             *(
@@ -154,9 +157,9 @@ class Shown:
     def _runs(self, server: str, load: float) -> list[Observed]:
         return [*self.found.runs.get((server, load), {}).values()]
 
-    def _preemptions(self, server: str, load: float) -> float | None:
-        """Return the mean over the repeats; None where a run does not know."""
-        counts = [one.timeline.preemptions for one in self.found.beside.get((server, load), ())]
+    def counted(self, server: str, load: float, name: str) -> float | None:
+        """Return the mean over the repeats of what `Timeline` counts; None where a run does not know."""
+        counts = [getattr(one.timeline, name) for one in self.found.beside.get((server, load), ())]
         known = [count for count in counts if count is not None]
         return sum(known) / len(known) if counts and len(known) == len(counts) else None
 
@@ -177,7 +180,7 @@ class Shown:
             found[row.name] = []
             for load in self.asked.loads:
                 if mine := [one for one in self.verdicts if (one.server, one.load) == (row.name, load)]:
-                    where = f"{row.name} at {load:g} ({load * self.found.rate_per_s:.3g} requests/s)"
+                    where = f"{row.name} at {load:g} ({load * self.found.rate_per_s:.3g} {self.asked.unit}/s)"
                     said = _said(mine)
                     if (share := self._waiting_share(load)) is not None and share < _HARDLY:
                         said += f"; somebody waits {share:.0%} of the time: there is hardly a queue to order"
@@ -193,6 +196,9 @@ class Shown:
             f"class {name}": [np.array([one.tier == name for one in requests]) for requests in offered]
             for name in (names if len(names) > 1 else [])
         }
+        if self.asked.unit == "conversations":
+            for name, later in (("first turns", False), ("later turns", True)):
+                classes[name] = [np.array([bool(one.meta["turn"]) is later for one in rows]) for rows in offered]
         sent = Counter(one.tenant for requests in offered for one in requests if one.tenant)
         for tenant, count in sent.most_common(_MOST_TENANTS if len(sent) > 1 else 0):
             if count >= _OF_A_TENANT:

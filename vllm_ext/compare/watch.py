@@ -27,6 +27,8 @@ class Timeline:
     """Share of the KV blocks."""
     preemptions: float | None = None
     """Over the run."""
+    cached: float | None = None
+    """Share of the tokens of prompts that was found in a KV cache, on the device or outside."""
 
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> Timeline:
@@ -37,6 +39,19 @@ class Timeline:
         """Note a moment: seconds, requests that run, requests that wait, share of KV in use."""
         for values, value in zip(self._columns, moment, strict=True):
             values.append(value)
+
+    def count(self, before: Snapshot, after: Snapshot) -> None:
+        """Note what a server counted between two moments; what it does not count stays unknown."""
+
+        def grown(name: str) -> float:
+            return after.total(f"vllm:{name}_total") - before.total(f"vllm:{name}_total")
+
+        if not math.isnan(preempted := grown("num_preemptions")):
+            self.preemptions = preempted
+        if (asked := grown("prefix_cache_queries")) > 0:
+            outside = grown("external_prefix_cache_hits")
+            found = grown("prefix_cache_hits") + (0.0 if math.isnan(outside) else outside)
+            self.cached = found / asked
 
     def kept(self) -> dict[str, Any]:
         """Return it fit for JSON, of a long run only some moments, evenly spread."""
@@ -57,7 +72,8 @@ class Watch:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._start_s = math.nan
-        self._preempted: list[float] = []
+        self._first: Snapshot | None = None
+        self._last: Snapshot | None = None
         self.timeline = Timeline()
 
     def __enter__(self) -> Self:
@@ -71,8 +87,8 @@ class Watch:
         self._over.set()
         self._thread.join()
         self._note()
-        if len(self._preempted) > 1:
-            self.timeline.preemptions = self._preempted[-1] - self._preempted[0]
+        if self._first is not None and self._last is not None:
+            self.timeline.count(self._first, self._last)
 
     def _look(self) -> None:
         while not self._over.wait(_EVERY_S):
@@ -87,8 +103,7 @@ class Watch:
         counts = [seen.total(f"vllm:num_requests_{what}") for what in ("running", "waiting")]
         if not kv or any(map(math.isnan, counts)):
             return
-        if not self.timeline.at_s:
-            self._start_s = seen.at_s
+        if self._first is None:
+            self._first, self._start_s = seen, seen.at_s
+        self._last = seen
         self.timeline.add(seen.at_s - self._start_s, *counts, sum(kv) / len(kv))
-        if not math.isnan(preempted := seen.total("vllm:num_preemptions_total")):
-            self._preempted.append(preempted)

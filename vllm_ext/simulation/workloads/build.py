@@ -235,7 +235,9 @@ class GeneratedWorkload:
                 return None
             del history[kept : kept + excess]
         ids = history + token_ids.added(session.number, turn, wanted.prompt_tokens)
-        return self._request(session, turn, arrival_s, len(ids), ids)
+        made = self._request(session, turn, arrival_s, len(ids), ids)
+        made.recorded_ids = request.recorded_ids
+        return made
 
     def _request(
         self, session: Session, number: int, arrival_s: float, prompt_tokens: int, ids: list[int] | None

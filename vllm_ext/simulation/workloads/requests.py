@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vllm_ext.contract.objective import NO_SLO, Slo
 
-__all__ = ["NO_SLO", "SimRequest", "Slo", "Workload"]
+__all__ = ["NO_SLO", "SimRequest", "Slo", "Workload", "all_requests"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,3 +79,18 @@ class Workload(Protocol):
             Requests that arrive at ``finished_s`` or later.
         """
         ...
+
+
+def all_requests(workload: Workload) -> list[SimRequest]:
+    """Return every request of a workload, a conversation's one after the other, as if each were answered at once.
+
+    What a turn says, asks for and expects does not depend on when it is answered, but its arrival does.
+    """
+    found = []
+    for opening in workload.start():
+        following: SimRequest | None = opening
+        while (one := following) is not None:
+            found.append(one)
+            answer = [0] * min(one.output_tokens, one.max_tokens)
+            following = next(iter(workload.after(one, one.arrival_s, answer)), None)
+    return found
