@@ -6,8 +6,9 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from vllm_ext.cli import spec_flags
@@ -36,11 +37,21 @@ _NOT_ONE = 1
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 0 if a server is better than the baseline, 1 if none is, 2 usage, 3 failed or incomplete."""
+    return run(argv)
+
+
+def run(argv: Sequence[str], told: Callable[[Shown, results.Result], None] | None = None) -> int:
+    """Run the command; see `main`.
+
+    Args:
+        argv: The command line.
+        told: Gets what was found, instead of what would print it.
+    """
     at = argv.index("--") if "--" in argv else len(argv)
-    return guarded(_parser([*argv[at + 1 :]]), _compare, argv[:at], again=GOES_ON)
+    return guarded(_parser([*argv[at + 1 :]]), partial(_compare, told=told), argv[:at], again=GOES_ON)
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace, told: Callable[[Shown, results.Result], None] | None) -> int:
     need("vllm")
     for path, value in spec_flags.set_by(
         args, [name for name, found in vars(args).items() if found is not None]
@@ -71,7 +82,10 @@ def _compare(args: argparse.Namespace) -> int:
         raise Failed(found.stopped)
     shown = Shown(asked, found, list(found.verdicts(asked)), list(_notes(args, found)))
     made = _result(args, shown, workload)
-    results.emit(made, [shown.table(), "", *shown.words()], args.out, as_json=args.json)
+    if told is None:
+        results.emit(made, [shown.table(), "", *shown.words()], args.out, as_json=args.json)
+    else:
+        told(shown, made)
     if args.html is not None:
         write(shown.page(made), args.html)
     if incomplete or found.failed or not shown.verdicts:

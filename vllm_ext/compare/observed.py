@@ -62,7 +62,7 @@ class Measure:
     """Whether more is better."""
 
 
-MEAN, P99 = "mean e2e", "P99 e2e"
+MEAN, P99, ON_TIME = "mean e2e", "P99 e2e", "on time"
 MEASURES: Mapping[str, Measure] = {
     one.name: one
     for one in (
@@ -74,7 +74,7 @@ MEASURES: Mapping[str, Measure] = {
         Measure("mean TPOT", lambda run: float(np.nanmean(run.tpot_s)) if (run.output_tokens > 1).any() else 0.0),
         Measure("P99 longest gap", lambda run: float(np.percentile(run.longest_gap_s, 99))),
         Measure("mean normalised", lambda run: float(run.normalised_s.mean())),
-        Measure("on time", lambda run: float(run.on_time.mean()), higher=True),
+        Measure(ON_TIME, lambda run: float(run.on_time.mean()), higher=True),
         Measure("goodput", lambda run: float(run.on_time.sum() / _span_s(run)), higher=True),
     )
 }

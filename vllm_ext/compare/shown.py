@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_ext.compare.observed import MEAN, P99, Observed, measured
+from vllm_ext.compare.observed import MEAN, ON_TIME, P99, Observed, measured
 from vllm_ext.compare.rounds import Asked, Found
 from vllm_ext.compare.verdict import Verdict, who_pays
 from vllm_ext.report import page, plots
@@ -20,7 +20,7 @@ from vllm_ext.report.results import Result
 from vllm_ext.report.table import Table
 
 _COLUMNS = (MEAN, P99, "mean TTFT", "P90 TTFT", "mean TPOT", "P99 longest gap", "mean normalised")
-_OF_OBJECTIVES = ("on time", "goodput")
+_OF_OBJECTIVES = (ON_TIME, "goodput")
 COUNTED = {"preemptions": "preemptions", "cached": "prompt in cache"}
 """What servers count, and how it is headed; of tokens of prompts, the share that was found in a KV cache."""
 _SPREAD = {
@@ -60,7 +60,7 @@ class Shown:
     @property
     def wanted(self) -> str:
         """The measure that decides."""
-        return "on time" if self.asked.workload.tiers else MEAN
+        return ON_TIME if self.asked.workload.tiers else MEAN
 
     def is_better(self, server: str) -> bool:
         """Whether a server is better at a load by what is wanted, and at none worse by that or by the tail."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from vllm_ext.compare.observed import MEAN, P99
+from vllm_ext.compare.observed import MEAN, ON_TIME, P99
 from vllm_ext.compare.servers import Row
 
 BUDGETS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -27,7 +27,8 @@ def tuned(row: Row, seats: int, attempt: Try, tell: Callable[[str], None]) -> Ro
     """Search token budget, seats and a reserve of KV blocks of a server by successive halving; return it with them.
 
     Every budget is tried on half of the requests at one load, the best few and the server as it is on all at three,
-    and the best of these also with a reserve. A candidate with a longer tail than the server as it is is out.
+    and the best of these also with a reserve. Of requests without objectives a candidate with a longer tail than the
+    server as it is is out.
 
     Args:
         row: The server as it is.
@@ -53,9 +54,16 @@ def _with_budget(row: Row, tokens: int, seats: int) -> Row:
 
 
 def _score(ours: Measured, base: Measured) -> float:
-    """Return the mean of the logarithms of how many times lower the mean end-to-end latency is; out is -inf."""
+    """Return how much better it is, the mean over the loads; out is -inf.
+
+    That is how many more requests are on time, where they have objectives; else the logarithm of how many times lower
+    the mean end-to-end latency is.
+    """
     total = 0.0
     for load, theirs in base.items():
+        if ON_TIME in theirs:
+            total += ours[load][ON_TIME] - theirs[ON_TIME] if ON_TIME in ours.get(load, {}) else -math.inf
+            continue
         if MEAN not in ours.get(load, {}) or ours[load][P99] > theirs[P99] * (1 + _TAIL_TOLERANCE + _SLACK):
             return -math.inf
         total += math.log(theirs[MEAN] / ours[load][MEAN])
