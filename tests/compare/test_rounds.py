@@ -42,6 +42,21 @@ def test_load_1_is_what_the_baseline_ends_per_second_of_a_backlog(tmp_path: Path
     assert run(Paper(noise=0.0), tmp_path, asked()).rate_per_s == pytest.approx(1 / SERVICE_S)
 
 
+def test_load_1_of_conversations_is_how_many_of_them_it_ends(tmp_path: Path) -> None:
+    talks = WorkloadSpec(source="pensieve-sharegpt", scale_prompt=0.1, scale_output=0.1, num_requests=40, think_s=30.0)
+    backend = Paper(noise=0.0)
+    found = run(backend, tmp_path, asked(workload=talks, requests=40))
+    turns = len(found.offered[0.9, 0])
+    assert turns > 100
+    assert found.rate_per_s == pytest.approx(1 / SERVICE_S * 40 / turns)
+    assert len(found.runs["alise", 0.9][0].e2e_s) == turns
+    backlog, *others = (one for _, one in backend.served)
+    assert (backlog.arrivals, backlog.think_s) == ("at-once", 0.0)
+    assert {one.think_s for one in others if one.num_requests == 40} == {30.0}
+    warm = {one.num_requests for one in others if one.think_s == 0}
+    assert max(warm) < 20, "some 60 requests, of conversations that do not think"
+
+
 def test_all_serve_the_same_requests_of_a_repeat_and_others_in_the_next(tmp_path: Path) -> None:
     backend = Paper()
     run(backend, tmp_path, asked(precision=1e-9, budget_s=1e9))

@@ -83,6 +83,15 @@ def test_new_requests_are_scheduled_by_no_tighter_objective_than_the_bound() -> 
     assert (slo["none"].tbt_s, slo["none"].ttft_s) == (None, None)
 
 
+def test_a_change_of_something_else_leaves_the_servers_own_objectives_as_they_are() -> None:
+    """Which may be tighter than what a client may ask for."""
+    made = rig(options={"slo": {"least_tbt_ms": 50.0, "tbt_ms": 20.0}}, max_num_batched_tokens=64)
+    for number, changed in enumerate(({}, {"max_num_batched_tokens": 32}, {"least_ttft_ms": 500})):
+        made.scheduler.switch.change(changed)
+        made.add(name := f"after {number}")
+        assert made.scheduler.tracked[name].slo.tbt_s == 0.02
+
+
 @pytest.mark.parametrize(
     ("wanted", "problem"),
     [

@@ -11,6 +11,7 @@ import numpy as np
 from vllm_ext.compare.servers import Row, Server
 from vllm_ext.demo.server import ServerError
 from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.requests import all_requests
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 SERVICE_S = 0.1
@@ -53,7 +54,7 @@ class _Server:
             raise ServerError("it ended\nits last lines")
         self.backend.served.append((self.row.name, workload))
         self.backend.told.append((flags, workload))
-        requests = list(build(workload).start())
+        requests = all_requests(build(workload))
         chance = np.random.default_rng([workload.seed, *self.row.name.encode()])
         drift = chance.lognormal(0.0, self.backend.noise)  # of this run: another process, another place in memory
         mean = SERVICE_S * self.backend.slower.get(self.row.name, self.backend.slower.get(flags, 1.0)) * drift

@@ -349,7 +349,7 @@ def _capacity(up: Up, cells: Cells, asked: Asked, tell: Callable[[str], None]) -
     if len(ends) < _FEWEST:
         raise NoAnswer(f"the baseline answered {len(ends)} of {len(requests)} requests that were sent at once")
     first, last = len(ends) // 10, len(ends) - 1 - len(ends) // 10
-    begun = sum(one.meta["turn"] == 0 for one in requests)
+    begun = len({one.meta["session"].number for one in requests})
     rate = (last - first) / max(float(ends[last] - ends[first]), 1e-9) * begun / len(requests)
     tell(f"{row.name} carries {rate:.4g} {asked.unit}/s")
     return rate

@@ -76,7 +76,7 @@ class _Clients:
             await asyncio.sleep(request.arrival_s - self._now_s())
             late_s = max(self._now_s() - request.arrival_s, 0.0)
             kept = _Kept(session)
-            got = await async_request_openai_completions(asked, session=kept)  # type: ignore[arg-type]
+            got = await async_request_openai_completions(asked, session=kept)
             ids = kept.token_ids() if got.success else []
             if got.success and not ids:
                 got.error = _NO_IDS

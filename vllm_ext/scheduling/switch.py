@@ -79,12 +79,18 @@ class PolicySwitch:
         return {**settings.model_dump(), "max_num_batched_tokens": self._engine.max_num_scheduled_tokens}
 
     def bounded(self, slo: Slo) -> Slo:
-        """Return a request's objectives, none of them below the bounds."""
-        if self.settings == self.started:  # which the front end refuses to go below
+        """Return a request's objectives, none of them below a bound that was raised.
+
+        Below those of the start the front end lets no request ask, and what is the server's own stays as it is.
+        """
+        now, start = self.settings, self.started
+        raised = {
+            name: getattr(now, one) / _MS for one, name in _BOUNDS.items() if getattr(now, one) > getattr(start, one)
+        }
+        if not raised:
             return slo
         wanted = {name: getattr(slo, name) for name in _BOUNDS.values()}
-        least = {name: getattr(self.settings, bound) / _MS for bound, name in _BOUNDS.items()}
-        return Slo(**{name: value and max(value, least[name]) for name, value in wanted.items()})
+        return Slo(**{name: value and max(value, raised.get(name, 0.0)) for name, value in wanted.items()})
 
     def state(self) -> dict[str, Any]:
         """Return what the metrics have, fit for JSON."""
