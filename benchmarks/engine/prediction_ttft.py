@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_cell import predictor_ready
 
 from vllm_ext import tiny_model
 from vllm_ext.report.claim import Claim
@@ -37,6 +36,7 @@ REQUESTS, QUICK_REQUESTS = 600, 120
 WARMUP = 10
 OUTPUT_TOKENS = 24
 PAUSE_S = 0.05
+PREDICTOR_START_S = 180.0
 GOAL = 1.02
 DRAWS = 2000
 
@@ -82,8 +82,6 @@ async def _serve(model: str, prompts: Sequence[str], folder: str, seed: int) -> 
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vllm_ext.predictor.attach import attached
-
     options = {"predictor": {"folder": folder}, "prediction": {"sources": ["hint", "retrieval", "history"]}}
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
@@ -105,19 +103,36 @@ async def _serve(model: str, prompts: Sequence[str], folder: str, seed: int) -> 
 
     try:
         await first_token_s(0)
-        await predictor_ready(engine)
-        service: Any = attached(engine.output_processor)
-        assert service is not None
-        ask, coin = service.asked, random.Random(seed)
+        predictor = await _ready_predictor(engine)
+        ask, coin = predictor.asked, random.Random(seed)
         chosen, times = [], []
         for number in range(1, len(prompts)):
             chosen.append(coin.random() < 0.5)
-            service.asked = ask if chosen[-1] else lambda *_: None
+            predictor.asked = ask if chosen[-1] else lambda *_: None
             times.append(await first_token_s(number))
             await asyncio.sleep(PAUSE_S)
         return np.array(chosen[WARMUP - 1 :]), np.array(times[WARMUP - 1 :])
     finally:
         engine.shutdown()
+
+
+async def _ready_predictor(engine: Any) -> Any:
+    """Return the predictor beside an engine when it has loaded its model, which the first request started.
+
+    Raises:
+        RuntimeError: there is none, or it takes too long.
+    """
+    from vllm_ext.predictor.attach import attached
+
+    found = attached(engine.output_processor)
+    if found is None:
+        raise RuntimeError("no length predictor is attached to the engine")
+    deadline = time.monotonic() + PREDICTOR_START_S
+    while not found.service.ready:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the length predictor was not ready after {PREDICTOR_START_S:g} s")
+        await asyncio.sleep(0.1)
+    return found
 
 
 def _summary(asked: Any, times: Any, seed: int) -> tuple[dict[str, float], dict[str, float], tuple[float, float]]:

@@ -43,7 +43,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import engine_rows
 import step_overhead_report as report
 import step_overhead_subject as subject
 from step_overhead_subject import BASELINE, Cell, Subject
@@ -157,7 +156,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.waiting = [0, 1000]
     try:
         for name in args.systems:
-            if systems.resolve(engine_rows.split(name, subject.TIER_OPTIONS)[0]).oracle:
+            if systems.resolve(subject.split(name)[0]).oracle:
                 raise ConfigError("--systems", name, "a system that may serve: oracles are for offline benchmarks")
     except ValueError as error:
         parser.error(f"--systems: {error}")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
-import engine_rows
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -58,6 +57,18 @@ _MOST_ADMISSION_STEPS = 64
 _FREE_SEATS = 64
 _FREE_BLOCKS = LONG_PROMPT_TOKENS // BLOCK // 4
 _MOST_EMPTY_STEPS = 4
+
+
+def split(label: str) -> tuple[str, str | None]:
+    """Return system and tier of a label.
+
+    Raises:
+        ValueError: there is no such tier.
+    """
+    system, colon, tier = label.partition(":")
+    if colon and tier not in TIER_OPTIONS:
+        raise ValueError(f"{label}: what follows : must be one of {', '.join(TIER_OPTIONS)}")
+    return system, tier or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +127,7 @@ class Subject:
         self._cell = cell
         self._ballast: list[Any] = []
         self._policy_steps, self._policy_s = 0, 0.0
-        system, kind = (None, None) if name == BASELINE else engine_rows.split(name, TIER_OPTIONS)[:2]
+        system, kind = (None, None) if name == BASELINE else split(name)
         options: dict[str, Any] = {"system": system, **STEADY_OPTIONS.get(system, {})} if system else {}
         connector: dict[str, Any] = {}
         if kind:
