@@ -17,6 +17,7 @@ printed is what `vllm-ext compare` prints, and beside it which goals were met.
 from __future__ import annotations
 
 import json
+import math
 import operator
 import shlex
 import sys
@@ -27,7 +28,7 @@ from typing import Any
 
 from vllm_ext.cli import compare
 from vllm_ext.compare.duel import HARDWARE
-from vllm_ext.compare.observed import MEAN, ON_TIME
+from vllm_ext.compare.observed import MEAN, ON_TIME, P99
 from vllm_ext.compare.shown import Shown
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.results import Result, argument_parser, command, emit
@@ -75,6 +76,10 @@ class Comparison:
     workload: Mapping[str, Any]
     given: Sequence[str]
     """Other flags."""
+    columns: Mapping[str, str]
+    """Measure -> its header, of the table that pages show."""
+    ratio: str = MEAN
+    """Measure of which the table says how many times better it is than the baseline's."""
     goals: Sequence[Goal] = ()
     quick: Sequence[str] = ("--requests", "20")
     tuned: bool = field(default=True)
@@ -89,6 +94,16 @@ class Comparison:
                   for word in ("--set", f"workload.{name}={json.dumps(value)}")]  # fmt: skip
         return [model, "--systems", systems, *own, *self.given, *(self.quick if quick else ()), *fields,
                 "--", *shlex.split(f"{_ENGINE} {self.engine}")]  # fmt: skip
+
+    def table(self, shown: Shown, values: Mapping[str, Mapping[str, float]]) -> list[list[Any]]:
+        """Return header and rows."""
+        better = {(one.server, one.load): one.ratio for one in shown.verdicts if one.measure == self.ratio}
+        header = ["load", "", *self.columns.values(), f"{self.ratio}, times better (95 % interval)"]
+        return [header] + [
+            [f"{load:g}", row.name, *(f"{values[row.name].get(f'load_{load:g}.{name}', math.nan):.3g}"
+                                     for name in self.columns), str(better.get((row.name, load), "-"))]
+            for load in shown.asked.loads for row in shown.asked.rows if row.name in values
+        ]  # fmt: skip
 
 
 def _systems(*names: str) -> dict[str, str]:
@@ -125,6 +140,15 @@ COMPARISONS: Mapping[str, Comparison] = {
             "announce_slo": True,
         },
         given=(*_CLOCK, "--loads", "0.9,1.2", "--requests", "300", "--budget-minutes", "90", "--precision", "0.1"),
+        columns={
+            ON_TIME: "share on time",
+            "goodput": "on time per second",
+            GAPS: "P99 of longest gaps, s",
+            MEAN: "mean e2e, s",
+            P99: "P99 e2e, s",
+            PREEMPTIONS: "preemptions",
+        },
+        ratio=ON_TIME,
         goals=(
             Goal(server="accelgen", measure=ON_TIME, op=">=", goal=0.3, less=True),
             Goal(server="accelgen", measure=ON_TIME, other=compare.TUNED, op=">", goal=0.0, less=True),
@@ -141,6 +165,7 @@ COMPARISONS: Mapping[str, Comparison] = {
         # Past-Future's table 1 with an eighth of the lengths: prompts of 4 to 512 tokens, outputs of 256 to 512.
         workload={"source": "distribution-1", "scale_prompt": 0.125, "scale_output": 0.125},
         given=(*_CLOCK, "--loads", "2", "--requests", "200", "--budget-minutes", "60", "--precision", "0.1"),
+        columns={PREEMPTIONS: "preemptions", MEAN: "mean e2e, s", P99: "P99 e2e, s", "mean TTFT": "mean TTFT, s"},
         goals=(
             Goal(server="past-future", measure=PREEMPTIONS, other="vLLM, watermark 5 %", op="<=", goal=0.2),
             Goal(server="past-future", measure=MEAN, other="vLLM, watermark 5 %", op="<=", goal=1.0),
@@ -164,6 +189,13 @@ COMPARISONS: Mapping[str, Comparison] = {
             "scale_output": 0.35,
         },
         given=("--loads", "0.7", "--requests", "48", "--budget-minutes", "40"),
+        columns={
+            CACHED: "share of prompts in cache",
+            MEAN: "mean e2e, s",
+            P99: "P99 e2e, s",
+            "mean TTFT": "mean TTFT, s",
+            "P90 TTFT": "P90 TTFT, s",
+        },
         goals=(
             Goal(server="pensieve", measure=CACHED, op=">=", goal=0.1, less=True),
             Goal(server="pensieve", measure=CACHED, other="LRU", op=">", goal=0.0, less=True),
@@ -190,7 +222,8 @@ def main(argv: Sequence[str]) -> int:
     def told(shown: Shown, made: Result) -> None:
         values = {shown.asked.others[0].name: made.metrics, **made.baselines}
         made = replace(made, name="comparisons", command=command(argv, __file__),
-                       config={"compare": made.command, **made.config},
+                       config={"compare": made.command, **made.config,
+                               "tables": {args.comparison: chosen.table(shown, values)}},
                        claims=[*_judged(chosen.goals, values, max(shown.asked.loads))])  # fmt: skip
         emit(made, [shown.table(), *filter(None, [shown.by_class()]), "", *shown.words()], args.out)
 

@@ -62,7 +62,10 @@ def test_a_comparison_runs_by_its_command_line(
     assert found["command"].startswith(f"python benchmarks/engine/comparisons.py {name} --quick")
     first = next(iter(comparisons.COMPARISONS[name].servers))
     assert list(found["config"]["servers"]) == ["upstream", "upstream, again", first]
-    assert backend.served
+    header, *rows = found["config"]["tables"][name]
+    assert [row[1] for row in rows[:3]] == ["upstream", "upstream, again", first]
+    assert all(len(row) == len(header) for row in rows)
+    assert float(rows[2][header.index("mean e2e, s")]) < float(rows[0][header.index("mean e2e, s")])
     assert {one["name"] for one in found["claims"]} <= {
         line.split(" = ")[0].removeprefix("goal: ") for line in capsys.readouterr().err.splitlines()
     }
