@@ -1,6 +1,6 @@
 """The simulator against the real engine: how far off are predicted latencies, and are the decisions the same?
 
-Method: `engine_compare.py` serves requests on the real engine and records every step. The recording that is judged
+Method: `record_run.py` serves requests on the real engine and records every step. The recording that is judged
 holds repeats of the same requests at the same times; each is repeated exactly in virtual time (every decision must be
 equal, given the recorded clock readings and tokens) and predicted from its arrivals, prompts and lengths alone. The
 distance between the repeats themselves is what the machine's noise allows at best, and is reported beside the errors.
@@ -13,12 +13,12 @@ The model is random and of some 25 million parameters: steps of the embedded one
 system's noise is a large part.
 
     OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/engine/simulator_validation.py \\
-        --max-foreign-cores 0.1 --out benchmarks/results/simulator_validation.json
+        --out benchmarks/results/simulator_validation.json
     python benchmarks/engine/simulator_validation.py --quick
 
 With ``--quick`` one short run of the embedded model is recorded, its first half fitted and its second half predicted.
-``--from FOLDER`` judges recordings that ``--keep`` left there. Options that are not listed here go to
-`engine_compare.py`: systems, loads and numbers of requests, the data set, the engine. The environment is passed on.
+``--from FOLDER`` judges recordings that ``--keep`` left there. Options that are not listed here go to `record_run.py`:
+systems, loads, the workload, and behind ``--`` flags of `vllm serve`. The environment is passed on.
 
 Output: a table on stderr, with the real engine's own distance below each line; the last line on stdout is the result.
 """
@@ -26,16 +26,17 @@ Output: a table on stderr, with the real engine's own distance below each line; 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import logging
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import engine_compare
+import record_run
 
+from vllm_ext.cli.command import Failed
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.recorded import validation as reports
@@ -48,15 +49,16 @@ MODEL = (
     '"num_key_value_heads": 4, "head_dim": 64}'
 )
 FULL = (
-    "--synthetic", "sharegpt-vllm", "--length-scale", "0.25", "--hf-overrides", MODEL, "--load-format", "dummy",
-    "--systems", "upstream-fcfs,alise", "--loads", "0.5,0.8", "--num-requests", "180", "--history-requests", "20",
+    "--source", "sharegpt-vllm", "--set", "scale_prompt=0.25", "--set", "scale_output=0.25",
+    "--systems", "upstream-fcfs,alise", "--loads", "0.5,0.8", "--num-requests", "180",
 )  # fmt: skip
-"""Passed to `engine_compare.py` before the options from the command line."""
+"""Passed to `record_run.py` before the options from the command line."""
+LARGER = ("--hf-overrides", MODEL, "--load-format", "dummy")
+"""The same behind ``--``."""
 QUICK = (
-    "--systems", "upstream-fcfs", "--loads", "0.8", "--num-requests", "80", "--history-requests", "20",
-    "--capacity", "20",
+    "--source", "alpaca-like", "--set", "scale_output=0.5", "--num-requests", "80", "--rate", "20", "--loads", "0.8",
 )  # fmt: skip
-"""The same with ``--quick``. Capacity: requests/s of the tiny model on two slow cores; measuring it would take another
+"""As `FULL`, with ``--quick``. Two slow cores end some 20 requests/s of a backlog; measuring it would take another
 engine."""
 
 
@@ -79,19 +81,22 @@ def main(argv: Sequence[str]) -> None:
 
 def _record_all(args: argparse.Namespace, rest: Sequence[str], recording: Path, fit_on: Path | None) -> None:
     if fit_on is None:
-        _record([*QUICK, *rest], recording, seed=args.seed, repeats=1)
+        _record(recording, rest, QUICK, (), seed=args.seed)
         return
-    found = _record([*FULL, *rest], fit_on, seed=args.seed + _FIT_SEED, repeats=1)
-    capacity = ["--capacity", str(found.metrics["capacity_requests_per_s"]), "--same-requests"]
-    _record([*FULL, *rest, *capacity], recording, seed=args.seed, repeats=args.repeats)
+    rate = _record(fit_on, rest, FULL, LARGER, seed=args.seed + _FIT_SEED)
+    same = FULL if rate is None else (*FULL, "--rate", str(rate))
+    _record(recording, rest, same, LARGER, seed=args.seed, repeats=args.repeats)
 
 
-def _record(options: Sequence[str], path: Path, *, seed: int, repeats: int) -> results.Result:
-    argv = [*options, "--seed", str(seed), "--repeats", str(repeats), "--record", str(path)]
-    with contextlib.redirect_stdout(sys.stderr):
-        found, table = engine_compare.measure(engine_compare.parse(argv), argv)
-    print(table, file=sys.stderr, flush=True)
-    return found
+def _record(
+    path: Path, rest: Sequence[str], ours: Sequence[str], model: Sequence[str], *, seed: int, repeats: int = 1
+) -> float | None:
+    given, passed = record_run.split(rest)
+    argv = [str(path), *ours, *given, "--seed", str(seed), "--repeats", str(repeats)]
+    try:
+        return record_run.record(record_run.parser([*model, *passed]).parse_args(argv))
+    except (Failed, ValueError) as error:
+        raise SystemExit(f"simulator_validation: {error}") from error
 
 
 def _judge(
@@ -102,21 +107,14 @@ def _judge(
     own = reports.make_report(runs, replays=fit_on is None)
     main = own if fit_on is None else reports.make_report(runs, reports.load(fit_on))
 
-    def made(report: reports.Report, fitted: Path | None) -> results.Result:
-        return reports.make_result(
-            report,
-            recording,
-            fitted,
-            name="simulator_validation",
-            command=results.command(argv, __file__),
-            seed=args.seed,
-            note=args.note,
-        )
-
-    result = made(main, fit_on)
+    made = partial(
+        reports.make_result, path=recording, name="simulator_validation", command=results.command(argv, __file__),
+        seed=args.seed, note=args.note,
+    )  # fmt: skip
+    result = made(main, fit_path=fit_on)
     tables = [reports.make_table(main)]
     if fit_on is not None:
-        halves = made(own, None)
+        halves = made(own, fit_path=None)
         result = dataclasses.replace(
             result,
             baselines={**result.baselines, OWN_HALF: halves.metrics},
@@ -139,7 +137,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--from", dest="recorded", type=Path, metavar="FOLDER", help="judge the recordings that --keep left there"
     )
     parser.add_argument("--note", default="", help="why a goal is missed, if one is; put before the measured facts")
-    return parser.parse_known_args(list(argv))
+    ours, passed = record_run.split(argv)
+    args, rest = parser.parse_known_args(ours)
+    return args, [*rest, "--", *passed]
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ sys.exit({status})
 
 def test_each_benchmark_is_run_and_no_part(bench_quick: ModuleType) -> None:
     names = {file.name for file in bench_quick.benchmarks(BENCHMARKS)}
-    assert {"engine_compare.py", "kv_quant.py", "kv_tier_cuda.py", "multi_turn.py", "step_overhead.py"} <= names
-    assert names & {"kv_quant_model.py", "engine_cell.py", "multi_turn_options.py"} == set()
+    assert {"engine_clock.py", "kv_quant.py", "kv_tier_cuda.py", "simulator_validation.py", "step_overhead.py"} <= names
+    assert names & {"kv_quant_model.py", "record_run.py", "step_overhead_subject.py"} == set()
 
 
 def test_failure_and_absent_device_do_not_end_the_run(

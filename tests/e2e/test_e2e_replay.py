@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import BASE_ENGINE, EAGER, TIGHT, Engines, conversations, long_then_short
+from forks import ENVIRONMENT
 
 from vllm_ext.simulation.recorded import recording
 from vllm_ext.simulation.recorded.recording import EngineSettings, Header
 from vllm_ext.simulation.recorded.replay import replay
 
 pytestmark = pytest.mark.e2e
+RECORD_RUN = Path(__file__).parents[2] / "benchmarks" / "engine" / "record_run.py"
 
 _SYSTEMS: dict[str, dict[str, Any]] = {
     "upstream": {},
@@ -46,3 +51,23 @@ def test_recorded_runs_are_decided_again_in_virtual_time(
         found = replay(run)
         assert found.divergence is None, found.divergence
         assert found.steps > 50
+
+
+@pytest.mark.full
+def test_what_the_command_records_is_decided_again(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    workload = "--source alpaca-like --set scale_output=0.2 --set system_prompt_tokens=64 --num-requests 12 --warm-up 3"
+    flags = "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 4 --block-size 32"
+    memory = "--num-gpu-blocks-override 24 --kv-cache-memory-bytes 33554432"
+    command = f"{path} --model {llama} --systems alise --rate 50 {workload} -- {flags} {memory}"
+    subprocess.run([sys.executable, RECORD_RUN, *command.split()], check=True, env={**os.environ, **ENVIRONMENT})
+    (run,) = recording.read(path)
+    settings = run.header.settings
+    assert (settings.system, settings.num_blocks, settings.max_num_seqs) == ("alise", 24, 4)
+    assert len([*run.of_type(recording.Add)]) == 1 + 3 + 12
+    assert [len(one.token_times_s) for one in run.requests] == [one.output_tokens for one in run.requests]
+    assert len(run.requests) == 12
+    assert len({one.prompt[:64] for one in run.of_type(recording.Add)}) == 2, "one goes before, and shares nothing"
+    found = replay(run)
+    assert found.divergence is None, found.divergence
+    assert found.steps > 12

@@ -45,8 +45,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="vllm-ext validate",
         description="Repeat recorded runs of the real engine exactly, predict them from their arrivals alone, and "
-        "report how far prediction and measurement differ. benchmarks/engine/engine_compare.py --record writes a "
-        "recording.",
+        "report how far prediction and measurement differ. benchmarks/engine/record_run.py writes a recording.",
     )
     parser.add_argument("recording", type=Path, metavar="RECORDING", help="file of recorded runs (.jsonl or .jsonl.gz)")
     parser.add_argument(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,14 +25,15 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     script = importlib.import_module("simulator_validation")
     script.asked = []
 
-    def measure(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, str]:
+    def record(args: argparse.Namespace) -> float:
         script.asked.append(args)
         for repeat in range(args.repeats):
-            for system in args.systems:
-                simulate(args.record, monkeypatch, Fitted.constant(0.01), system=system, seed=args.seed, repeat=repeat)
-        return SimpleNamespace(metrics={"capacity_requests_per_s": 30.0}), "table"
+            for system in args.systems.split(","):
+                seed = vars(args)["workload.seed"]
+                simulate(args.recording, monkeypatch, Fitted.constant(0.01), system=system, seed=seed, repeat=repeat)
+        return 30.0
 
-    monkeypatch.setattr(script.engine_compare, "measure", measure)
+    monkeypatch.setattr(script.record_run, "record", record)
     return script
 
 
@@ -46,12 +45,13 @@ def result_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_full_run_fits_on_other_requests_and_repeats_those_it_judges(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    benchmark.main(["--keep", str(tmp_path), "--loads", "0.5", "--dtype", "bfloat16", "--max-foreign-cores", "0.1"])
-    fitted, judged = benchmark.asked
-    assert (fitted.capacity, judged.capacity) == (None, 30.0)
-    assert (fitted.repeats, judged.repeats, judged.same_requests) == (1, 2, True)
-    assert fitted.seed != judged.seed == 0
-    assert (judged.dtype, judged.max_foreign_cores, judged.loads) == ("bfloat16", 0.1, [0.5])
+    benchmark.main(["--keep", str(tmp_path), "--loads", "0.5", "--", "--dtype", "bfloat16"])
+    fitted, judged = map(vars, benchmark.asked)
+    assert "workload.rate_per_s" not in fitted
+    assert judged["workload.rate_per_s"] == 30.0
+    assert (fitted["repeats"], judged["repeats"], judged["loads"]) == (1, 2, [0.5])
+    assert fitted["workload.seed"] != judged["workload.seed"] == 0
+    assert judged["passed"] == [*benchmark.LARGER, "--dtype", "bfloat16"]
     result = result_of(capsys)
     assert result["config"]["fitted_on"] == "fit.jsonl.gz"
     assert result["metrics"]["alise.load_0.8.replayed_equal_steps_fraction"] == 1.0
@@ -84,7 +84,7 @@ def test_quick_run_takes_one_engine_and_judges_its_second_half(
     benchmark: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     benchmark.main(["--quick"])
-    (asked,) = benchmark.asked
-    assert (asked.systems, asked.repeats, asked.loads) == (["upstream-fcfs"], 1, [0.8])
-    assert asked.capacity is not None
+    (asked,) = map(vars, benchmark.asked)
+    assert (asked["systems"], asked["repeats"], asked["loads"]) == ("upstream-fcfs", 1, [0.8])
+    assert (asked["workload.rate_per_s"], asked["passed"]) == (20.0, []), "nothing is measured first"
     assert result_of(capsys)["config"]["fitted_on"] == "the first half of each run, in time"

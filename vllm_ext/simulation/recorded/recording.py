@@ -1,4 +1,4 @@
-"""Recordings of real runs, as `engine_compare.py --record FILE` writes them, read for replay and validation.
+"""Recordings of real runs, as `record_run.py` writes them, read for replay and validation.
 
 A recording is a file of JSON lines, gzipped if its name ends in ``.gz``. Each run is a block of lines that begins with
 ``run`` and ends with ``end``; blocks follow one another, so that a benchmark can append run by run. What each type of
@@ -266,7 +266,7 @@ def read(path: Path) -> list[Run]:
             "the recording was cut short"
         )
     if not runs:
-        raise RecordingError(f"{path.name}: holds no run; was it written by engine_compare.py --record?")
+        raise RecordingError(f"{path.name}: holds no run; was it written by record_run.py?")
     return runs
 
 
