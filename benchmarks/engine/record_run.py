@@ -36,7 +36,7 @@ from typing import Any
 from vllm_ext import envs, systems, tiny_model
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.command import Failed, Parser, UsageError, guarded
-from vllm_ext.compare.replay import prompt_of
+from vllm_ext.compare.replay import answered, prompt_of
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.foreign_cpu import ForeignCpu
 from vllm_ext.simulation.measure.latency import RequestTimeline, saturated_tokens_per_s, summarise
@@ -176,7 +176,8 @@ async def _run(asked: Mapping[str, Any]) -> dict[str, float]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    args = AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(asked["flags"]))
+    flags = make_arg_parser(FlexibleArgumentParser(usage="see vllm serve --help")).parse_args(asked["flags"])
+    args = AsyncEngineArgs.from_cli_args(flags)
     engine = AsyncLLM.from_engine_args(args, usage_context=UsageContext.OPENAI_API_SERVER)
     try:
         spec = WorkloadSpec.model_validate(asked["workload"])
@@ -228,7 +229,7 @@ async def serve(engine: Any, workload: Workload) -> tuple[float, list[dict[str, 
         while request is not None:
             row, output_ids = await _answer(engine, request, start_s)
             rows.append(row)
-            request = next(iter(workload.after(request, row["token_times_s"][-1], output_ids)), None)
+            request = next(iter(workload.after(request, row["token_times_s"][-1], answered(output_ids))), None)
 
     async with asyncio.TaskGroup() as clients:
         for request in requests:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +21,7 @@ from tests.support.simulation_parts import ListWorkload, ask
 from vllm_ext.cli.command import Failed
 from vllm_ext.demo.server import group_members
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
+from vllm_ext.simulation.workloads.requests import SimRequest
 
 FOUND = {"requests": 8.0, "e2e_mean_ms": 5.0, "foreign_cpu_cores": 0.0, "saturated_per_s": 40.0}
 
@@ -124,10 +126,12 @@ class Echo:
 
 
 async def test_one_request_goes_first_and_the_next_turn_follows_on_the_answer(script: ModuleType) -> None:
-    turn = ask("c", arrival_s=0.02, output=2, session_id="s")
+    def next_turn(request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> list[SimRequest]:
+        turn = ask("c", arrival_s=0.02, output=2, session_id="s", token_ids=[*output_ids, 7], prompt=6)
+        return [turn] if request.req_id == "b" else []
+
     workload = ListWorkload(
-        [ask("a", output=3, extra_args={"osl": 4}), ask("b", arrival_s=0.01, output=9, max_tokens=5)],
-        lambda request, finished_s, output_ids: [turn] if request.req_id == "b" else [],
+        [ask("a", output=3, extra_args={"osl": 4}), ask("b", arrival_s=0.01, output=9, max_tokens=5)], next_turn
     )
     engine = Echo()
     start_s, rows, _ = await script.serve(engine, workload)
@@ -137,11 +141,11 @@ async def test_one_request_goes_first_and_the_next_turn_follows_on_the_answer(sc
     ]  # fmt: skip
     assert all(row["arrival_s"] <= row["sent_s"] <= row["token_times_s"][0] for row in rows), "times count from there"
     assert start_s + rows[-1]["token_times_s"][-1] <= time.monotonic()
-    assert workload.ended[1][2] == [0, 1, 2, 3, 4]
     assert engine.sessions[-1] == "s"
+    assert engine.got[-1][1]["prompt_token_ids"][:5] == [0, 1, 2, 3, 4], "what was answered, which is found cached"
     _, prompt, sampling = engine.got[1]
     assert (len(prompt["prompt_token_ids"]), sampling.max_tokens, sampling.extra_args["osl"]) == (10, 64, 4)
-    prompts = [tuple(prompt["prompt_token_ids"]) for _, prompt, _ in engine.got]
+    prompts = [tuple(prompt["prompt_token_ids"]) for _, prompt, _ in engine.got[:3]]
     assert all(one[:8] != other[:8] for one, other in itertools.combinations(prompts, 2)), "none is found cached"
 
 
