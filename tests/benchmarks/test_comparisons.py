@@ -15,7 +15,7 @@ import pytest
 from tests.support.paper_servers import Paper
 from vllm_ext.cli import compare
 
-NAMES = ("conversations", "memory", "objectives")
+NAMES = ("conversations", "memory", "objectives", "swapping")
 
 
 @pytest.fixture
