@@ -36,11 +36,11 @@ from typing import Any
 from vllm_ext import envs, systems, tiny_model
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.command import Failed, Parser, UsageError, guarded
-from vllm_ext.compare.replay import answered, prompt_of
+from vllm_ext.compare.replay import answered, prompt_of, sampling
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.foreign_cpu import ForeignCpu
 from vllm_ext.simulation.measure.latency import RequestTimeline, saturated_tokens_per_s, summarise
-from vllm_ext.simulation.recorded import forced_length, recorder, recording
+from vllm_ext.simulation.recorded import recorder, recording
 from vllm_ext.simulation.recorded.recording import ClientRequest, EngineSettings, Header
 from vllm_ext.simulation.spec import UPSTREAM, parse
 from vllm_ext.simulation.workloads.build import build
@@ -238,22 +238,14 @@ async def serve(engine: Any, workload: Workload) -> tuple[float, list[dict[str, 
 
 
 async def _answer(engine: Any, request: SimRequest, start_s: float) -> tuple[dict[str, Any], list[int]]:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     prompt, length = prompt_of(request), min(request.output_tokens, request.max_tokens)
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args={**(request.extra_args or {}), **forced_length.extra_args(length)},
-    )  # fmt: skip
     await asyncio.sleep(start_s + request.arrival_s - time.monotonic())
     sent_s = time.monotonic() - start_s
     times_s: list[float] = []
     output_ids: list[int] = []
     prompt_tokens = request.prompt_tokens
     async for output in engine.generate(
-        {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt, sampling, request.req_id,
+        {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt, sampling(request), request.req_id,
         priority=request.priority, session_id=request.session_id,
     ):  # fmt: skip
         output_ids += output.outputs[0].token_ids

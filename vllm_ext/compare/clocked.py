@@ -21,14 +21,13 @@ from typing import Any
 import numpy as np
 
 from vllm_ext import envs
-from vllm_ext.compare.replay import answered, cache_salt, prompt_of
+from vllm_ext.compare.replay import answered, cache_salt, prompt_of, sampling
 from vllm_ext.compare.watch import Timeline
 from vllm_ext.report.scraped import Snapshot
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
 from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.simulation.engine.events import VirtualClock
 from vllm_ext.simulation.measure.run_data import Decision
-from vllm_ext.simulation.recorded import forced_length
 from vllm_ext.simulation.workloads.build import build as workload_of
 from vllm_ext.simulation.workloads.requests import Workload
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -89,9 +88,6 @@ class ClockedEngine:
 
     def serve(self, workload: Workload) -> dict[str, Any]:
         """Serve a workload to its end; return what `replay.observed` reads, by the clock."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         engine, start, timeline, before = self._engine, self.clock(), Timeline(), _counters()
         self._runs += 1
         number = itertools.count()
@@ -106,14 +102,9 @@ class ClockedEngine:
             while waiting and start + waiting[0][0] <= self.clock():
                 *_, one = heapq.heappop(waiting)
                 sent[one.req_id], times[one.req_id], tokens[one.req_id] = one, [], []
-                told = {**(one.extra_args or {}), **forced_length.extra_args(min(one.output_tokens, one.max_tokens))}
-                sampling = SamplingParams(
-                    temperature=0.0, max_tokens=one.max_tokens, ignore_eos=True, detokenize=False,
-                    output_kind=RequestOutputKind.DELTA, extra_args=told,
-                )  # fmt: skip
                 prompt, salt = prompt_of(one), cache_salt(f"run {self._runs}", one)
                 asked = {"prompt_token_ids": prompt} if isinstance(prompt, list) else {"prompt": prompt}
-                engine.add_request(one.req_id, {**asked, "cache_salt": salt}, sampling, priority=one.priority)
+                engine.add_request(one.req_id, {**asked, "cache_salt": salt}, sampling(one), priority=one.priority)
             for output in engine.step():
                 (got,) = output.outputs
                 if got.token_ids:

@@ -41,6 +41,18 @@ def cache_salt(run: str, request: SimRequest) -> str:
     return f"{run} {request.tenant}"
 
 
+def sampling(request: SimRequest) -> Any:
+    """Return `SamplingParams` for an engine in this process, which end an output at its hidden length."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    length = forced_length.extra_args(min(request.output_tokens, request.max_tokens))
+    return SamplingParams(
+        temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False,
+        output_kind=RequestOutputKind.DELTA, extra_args={**(request.extra_args or {}), **length},
+    )  # fmt: skip
+
+
 def sent(url: str, model: str, requests: Sequence[SimRequest], *, forced: bool, log: TextIO) -> dict[str, Any]:
     """Send requests at their times; return what `vllm bench serve` would write. Conversations: see `talk`.
 
