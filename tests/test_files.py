@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import stat
@@ -34,6 +35,18 @@ def test_an_interruption_leaves_the_earlier_file_and_nothing_else(tmp_path: Path
         interrupted()
     assert path.read_bytes() == b"earlier"
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_write_that_fails_names_the_file(tmp_path: Path) -> None:
+    """A full disk's error has none."""
+    path = tmp_path / "x"
+
+    def full() -> None:
+        with replaced(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        full()
 
 
 def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:

@@ -31,8 +31,10 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         with fresh.open("xb") as file:
             yield cast(BinaryIO, file)
         os.replace(fresh, path)
-    except BaseException:
+    except BaseException as error:
         fresh.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(path)  # a write that fails, as on a full disk, names no file
         raise
 
 

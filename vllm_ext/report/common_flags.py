@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,11 @@ def output_folder(text: str) -> Path:
     """Return the folder that a flag names; refused if it can't be written to, or made."""
     path = result_path(text)  # nor if it holds results of sources that are not committed
     there = next(one for one in (path, *path.absolute().parents) if os.path.exists(one))
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise argparse.ArgumentTypeError(f"{path}: {there} must be a folder that can be written to")
-    return path
+    try:
+        with tempfile.TemporaryFile(dir=there):  # rights alone say too little: root has all, even below /proc
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {there} must be a folder that can be written to") from error
 
 
 def _flags() -> dict[str, dict[str, Any]]:
