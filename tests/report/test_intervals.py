@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from vllm_ext.report.intervals import Ratio, times_better
+from vllm_ext.report.intervals import Points, Ratio, times_better
 
 
 def test_less_is_better_unless_more_is() -> None:
@@ -19,7 +19,8 @@ def test_less_is_better_unless_more_is() -> None:
 def test_a_band_holds_the_baseline_and_moves_ours() -> None:
     over = Ratio(2.0, 1.6, 2.5)
     assert over.band(5.0) == pytest.approx((4.0, 6.25)), "of a baseline of 10"
-    assert over.band(0.8, higher=True) == pytest.approx((0.64, 1.0)), "of a baseline of 0.4"
+    assert Points(40.0, 30.0, 55.0).band(0.8) == pytest.approx((0.7, 0.95)), "of a share of 0.4"
+    assert Points(40.0, 30.0, 70.0).band(0.8)[1] == 1.0, "no share is larger"
 
 
 @pytest.mark.parametrize("over", [Ratio(2.0, 0.0, math.inf), Ratio(math.nan, 0.0, math.inf)])

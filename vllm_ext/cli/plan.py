@@ -189,7 +189,7 @@ def _page(
 ) -> Page:  # fmt: skip
     what = "share of requests that meet all SLOs" if found.objective.with_slo else "mean end-to-end latency"
     chart = Chart(
-        caption=f"Against the load: {what}. Bands: the 95 % interval of the ratio to the server as it is, by windows",
+        caption=f"Against the load: {what}. Bands: the 95 % interval against the server as it is, by windows",
         alt=f"Lines of the {what} against the request rate, one for each server of the table below",
         draw=lambda path: _draw(found, saturated, base, path),
     )
@@ -201,7 +201,7 @@ def _page(
 
 
 def _verdicts(found: Answer, unsure: Doubt | None) -> Iterator[Verdict]:
-    choice, metric, load = found.choice, found.objective.metric, nearest(found.pair)
+    choice, load = found.choice, nearest(found.pair)
     if found.unmet:
         yield Verdict(text="no server that was tried keeps to every --constraint at your load", kind="missed")
     if choice == DEFAULT:
@@ -209,9 +209,9 @@ def _verdicts(found: Answer, unsure: Doubt | None) -> Iterator[Verdict]:
             text="leave the server as it is: nothing that was tried is better by more than chance", kind="same"
         )
     else:
-        over, sure = found.over(choice, load, metric), found.is_difference(choice, load, metric)
-        text = f"{choice.name}: {over} times better than as it is, at {load:g} of saturation"
-        yield Verdict(text=text, kind="unknown" if not sure else "better" if over.value > 1 else "worse")
+        better = found.is_better(choice, load)
+        text = f"{choice.name}: {_gains(found, choice, load)} than as it is, at {load:g} of saturation"
+        yield Verdict(text=text, kind="unknown" if better is None else "better" if better else "worse")
     yield from (Verdict(text=line, kind="worse") for line in found.who_pays)
     if unsure is not None and unsure.flips:
         yield Verdict(text="the best token budget depends on constants that nobody measured", kind="unknown")
@@ -253,17 +253,30 @@ def _more_memory(base: SimulationSpec) -> Iterator[str]:
 
 def _brings(found: Answer) -> Iterator[str]:
     """What each change brings by itself, and together, at the load nearest to `SHOWN_AT`."""
-    load, choice, metric = nearest(found.pair), found.choice, found.objective.metric
+    load, choice = nearest(found.pair), found.choice
     shown = {label: one for label, one in parts_of_choice(choice).items() if one not in (DEFAULT, choice)}
     shown |= {"together" if shown else "this": choice} if choice != DEFAULT else {}
     fp8 = [one for one in found.tried.metrics if one.fp8_kv and one != choice]
     why = "--kv-cache-dtype fp8 changes the model's answers: vllm-ext quality MODEL says by how much"
     shown |= {f"{one.name} ({why})": one for one in fp8}
-    what = "of the share of met objectives" if found.objective.with_slo else "of the mean end-to-end latency"
     for label, candidate in shown.items():
         if load in found.tried.metrics.get(candidate, {}):
-            sure = "" if found.is_difference(candidate, load, metric) else ": no difference"
-            yield f"at {load:g} of saturation, {label}: {found.over(candidate, load, metric)} {what}{sure}"
+            yield f"at {load:g} of saturation, {label}: {_gains(found, candidate, load)}"
+
+
+_WHAT = {
+    evidence.ATTAINMENT: "in the share of met objectives",
+    evidence.MEAN: "times better in the mean end-to-end latency",
+}
+
+
+def _gains(found: Answer, candidate: Candidate, load: float) -> str:
+    """How much better a candidate is by each measure of the objective; what is certain needs the A/A pair of a load."""
+    return " and ".join(
+        f"{found.compared(candidate, load, metric)} {_WHAT[metric]}"
+        + ("" if load not in found.pair or found.is_difference(candidate, load, metric) else ": no difference")
+        for metric in found.objective.metrics
+    )
 
 
 def _capacity(found: Answer, saturated: Saturation, price: float | None, parts: Parts) -> Iterator[str]:
@@ -332,7 +345,7 @@ def _result(
 ) -> results.Result:  # fmt: skip
     metrics = {"own_rate_per_s": saturated.own_rate_per_s, "saturation_per_s": saturated.rate_per_s,
                "carries_per_s": found.carries_per_s}  # fmt: skip
-    baseline: dict[str, float] = {}
+    baseline, metric = dict[str, float](), found.objective.metrics[0]
     for candidate, runs in found.tried.metrics.items():
         into, prefix = (baseline, "") if candidate == DEFAULT else (metrics, f"{candidate.name}.")
         for load, run in runs.items():
@@ -343,11 +356,11 @@ def _result(
         "helps_from": found.helps_from, "who_pays": found.who_pays,
         "constraints": [str(one) for one in found.objective.constraints], "constraints_hold": not found.unmet,
         "over_as_it_is": {
-            candidate.name: {f"{load:g}": str(found.over(candidate, load, found.objective.metric)) for load in runs}
+            candidate.name: {f"{load:g}": str(found.compared(candidate, load, metric)) for load in runs}
             for candidate, runs in found.tried.metrics.items()
         },
         "a_a_pair": {
-            f"{load:g}": str(evidence.ratio(run, found.tried.metrics[DEFAULT][load], found.objective.metric))
+            f"{load:g}": str(evidence.compared(run, found.tried.metrics[DEFAULT][load], metric))
             for load, run in found.pair.items()
         },
         "dropped": {**coarse.dropped, **found.rejected}, "failed": sorted(one.name for one in found.tried.failed),
@@ -391,13 +404,13 @@ def _tuned(
 
 
 def _draw(found: Answer, saturated: Saturation, base: SimulationSpec, path: Path) -> None:
-    hardware, metric = base.hardware, found.objective.metric
+    hardware, metric = base.hardware, found.objective.metrics[0]
     devices = f"{hardware.tensor_parallel} x {hardware.device}" if hardware.tensor_parallel > 1 else hardware.device
     series = []
     for candidate, runs in found.tried.metrics.items():
         points: Mapping[float, float] = {load: runs[load][metric] for load in sorted(runs) if metric in runs[load]}
         rates = [load * saturated.rate_per_s for load in points]
-        bands = zip(*(_band(found, candidate, load, value) for load, value in points.items()), strict=True)
+        bands = zip(*(found.compared(candidate, load, metric).band(y) for load, y in points.items()), strict=True)
         low, high = bands if points and candidate != DEFAULT else ((), ())
         series.append(Series(label=candidate.name, x=rates, y=list(points.values()), low=low, high=high))
     lines(
@@ -407,13 +420,6 @@ def _draw(found: Answer, saturated: Saturation, base: SimulationSpec, path: Path
         ylabel="share of requests that meet all SLOs" if found.objective.with_slo else "mean end-to-end latency (ms)",
         log_y=not found.objective.with_slo,
     )  # fmt: skip
-
-
-def _band(found: Answer, candidate: Candidate, load: float, value: float) -> tuple[float, float]:
-    """What the objective would be at both ends of the interval of its ratio to the server as it is."""
-    with_slo = found.objective.with_slo
-    low, high = found.over(candidate, load, found.objective.metric).band(value, higher=with_slo)
-    return (low, min(1.0, high)) if with_slo and not math.isnan(high) else (low, high)
 
 
 def _constraint(text: str) -> Constraint:

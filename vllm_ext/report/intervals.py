@@ -1,4 +1,4 @@
-"""Ratios and means over seeds, with their intervals."""
+"""Ratios, differences and means over seeds, with their intervals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
+from typing import ClassVar
 
 MIN_SEEDS = 2
 """Fewer give no interval."""
@@ -14,6 +15,8 @@ MIN_SEEDS = 2
 @dataclass(frozen=True)
 class Ratio:
     """How many times better, above 1 is better, with its 95 % interval."""
+
+    EQUAL: ClassVar[float] = 1.0
 
     value: float
     low: float
@@ -33,18 +36,34 @@ class Ratio:
         """Of the interval, relative to the value."""
         return (self.high - self.low) / 2 / self.value if self.value > 0 else math.inf
 
-    def band(self, ours: float, *, higher: bool = False) -> tuple[float, float]:
+    def band(self, ours: float) -> tuple[float, float]:
         """Return what a measure would be at both ends of the interval; nan where that is open.
 
         Args:
-            ours: The measure, of which this is the ratio to a baseline's.
-            higher: Whether more of it is better.
+            ours: The measure, of which this is the ratio to a baseline's. Less of it is better.
         """
         if not (self.low > 0 and self.high < math.inf):
             return math.nan, math.nan
-        if higher:
-            return ours * self.low / self.value, ours * self.high / self.value
         return ours * self.value / self.high, ours * self.value / self.low
+
+
+@dataclass(frozen=True)
+class Points:
+    """How many percentage points a share is larger, above 0 is better, with the 95 % interval."""
+
+    EQUAL: ClassVar[float] = 0.0
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:+.1f} points ({self.low:+.1f}..{self.high:+.1f})"
+
+    def band(self, ours: float) -> tuple[float, float]:
+        """Return what our share would be at both ends of the interval."""
+        low, high = (ours + (end - self.value) / 100 for end in (self.low, self.high))
+        return max(0.0, low), min(1.0, high)
 
 
 def times_better(ours: float, base: float, *, higher: bool = False) -> float:
@@ -57,10 +76,15 @@ def times_better(ours: float, base: float, *, higher: bool = False) -> float:
 
 def interval(logs: Sequence[float]) -> Ratio:
     """Return the geometric mean of ratios, given their logarithms by seed; the interval of one seed is its value."""
-    from scipy import stats
-
-    middle, half = mean(logs), 0.0
-    if len(logs) >= MIN_SEEDS:
-        half = float(stats.t.ppf(0.975, len(logs) - 1)) * stdev(logs) / math.sqrt(len(logs))
+    middle, half = mean(logs), half_width(logs)
     value, low, high = (math.exp(min(one, 50.0)) for one in (middle, middle - half, middle + half))
     return Ratio(value, low, high)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return half of the width of Student's 95 % interval of the mean; 0 of one value."""
+    from scipy import stats
+
+    if len(values) < MIN_SEEDS:
+        return 0.0
+    return float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from vllm_ext.report.intervals import Ratio
+from vllm_ext.report.intervals import Points, Ratio
 from vllm_ext.simulation.plan import evidence
 from vllm_ext.simulation.plan.candidates import DEFAULT, Candidate
 from vllm_ext.simulation.plan.evidence import ATTAINMENT, MEAN, P99, TTFT_P90, Objective
@@ -36,11 +36,30 @@ def test_equal_runs_are_equal_for_certain() -> None:
     assert evidence.ratio(same, same, MEAN) == Ratio(1.0, 1.0, 1.0)
 
 
-def test_more_met_objectives_are_better() -> None:
-    ours, base = {ATTAINMENT: 0.9, f"window_0.{ATTAINMENT}": 0.8}, {ATTAINMENT: 0.6, f"window_0.{ATTAINMENT}": 0.4}
-    assert evidence.times_better(ours, base, ATTAINMENT) == pytest.approx(1.5)
-    both = [dict(one, **{f"window_1.{ATTAINMENT}": one[f"window_0.{ATTAINMENT}"]}) for one in (ours, base)]
-    assert evidence.ratio(*both, ATTAINMENT).low == pytest.approx(2.0)
+def shares(whole: float, *windows: float) -> dict[str, float]:
+    return {ATTAINMENT: whole, **{f"window_{number}.{ATTAINMENT}": value for number, value in enumerate(windows)}}
+
+
+def test_shares_of_met_objectives_are_compared_by_their_difference() -> None:
+    """By hand: differences of 100, 80 and 90 points have the standard deviation 10; t is 4.303 with 2 freedoms.
+
+    The first server meets nothing in two windows of three, where a ratio would be infinite.
+    """
+    found = evidence.compared(shares(0.95, 1.0, 0.9, 0.9), shares(0.02, 0.0, 0.1, 0.0), ATTAINMENT)
+    reach = 4.3027 * 10 / math.sqrt(3)
+    assert isinstance(found, Points)
+    assert (found.value, found.low, found.high) == pytest.approx((93.0, 90 - reach, 90 + reach), rel=1e-4)
+    assert str(found) == "+93.0 points (+65.2..+114.8)"
+    assert evidence.compared(shares(0.9), shares(0.6), ATTAINMENT) == Points(pytest.approx(30.0), -100.0, 100.0)
+    assert evidence.compared(run(5.0), run(10.0), MEAN) == evidence.ratio(run(5.0), run(10.0), MEAN)
+
+
+def test_a_score_of_shares_is_in_points_however_few_the_server_as_it_is_meets() -> None:
+    base, ours = {1.0: run(10.0) | shares(0.001)}, {1.0: run(10.0) | shares(0.011)}
+    objective = Objective(with_slo=True)
+    assert objective.score(ours, base) == pytest.approx(0.01)
+    assert objective.told(0.01) == "+1.0 points of met objectives, with a tenth for the mean latency, in the search"
+    assert Objective(with_slo=False).told(math.log(2)) == "2.00 times as good as the server as it is, in the search"
 
 
 def test_the_score_is_the_mean_of_logarithms_over_loads_that_are_judged() -> None:

@@ -264,6 +264,35 @@ def test_what_was_best_in_the_search_must_prove_itself_on_other_requests(make: C
     assert found.rejected["vLLM, 256 tokens"].startswith("P99 end-to-end 1.43 times as long at 0.5")
 
 
+def slo_run(spec: SimulationSpec, met: Model, mean: Model) -> dict[str, float]:
+    """With a share of met objectives in every window."""
+    found = measured(spec, mean) | {"slo_attainment_fraction": met(spec)}
+    return found | {f"window_{k}.slo_attainment_fraction": met(spec) for k in range(4)}
+
+
+WITH_SLO = Objective(with_slo=True)
+
+
+def test_objectives_that_the_server_as_it_is_never_meets_can_be_met(make: Callable[..., Bench]) -> None:
+    """A ratio to nothing has no interval: the server of which none met them was left as it is."""
+    small = lambda spec: 1.0 if spec.engine.max_num_batched_tokens == 256 else 0.0  # noqa: E731
+    _, found = planned(make(lambda spec: slo_run(spec, small, lambda _: 1.0)), WITH_SLO)
+    assert found.choice == Candidate(tokens=256)
+    assert (found.helps_from, found.is_better(found.choice, 0.9)) == (0.5, True)
+
+
+def test_what_meets_as_many_objectives_in_less_time_is_better(make: Callable[..., Bench]) -> None:
+    _, found = planned(make(lambda spec: slo_run(spec, lambda _: 1.0, by_budget)), WITH_SLO)
+    assert found.choice == Candidate(tokens=256)
+    assert found.helps_from == 0.5
+
+
+def test_missed_objectives_outweigh_latency(make: Callable[..., Bench]) -> None:
+    misses = lambda spec: 1.0 if spec.engine.max_num_batched_tokens in (None, 2048) else 0.8  # noqa: E731
+    _, found = planned(make(lambda spec: slo_run(spec, misses, by_budget)), WITH_SLO)
+    assert found.choice.tokens is None
+
+
 def test_a_gain_within_what_two_equal_runs_differ_by_is_none(make: Callable[..., Bench]) -> None:
     """The arrivals of an A/A pair's second run are 0.2 % closer together; here that alone makes it 1.5 times better."""
 

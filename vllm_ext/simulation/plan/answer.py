@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vllm_ext.report.intervals import Ratio
+from vllm_ext.report.intervals import Points, Ratio
 from vllm_ext.simulation.plan import evidence
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, DEFAULT, LEAST_TOKENS, Candidate, unique, with_budget
 from vllm_ext.simulation.plan.evidence import Metrics, Objective
@@ -43,25 +43,35 @@ class Answer:
     """What the server that was chosen carries, as `Saturation.rate_per_s`."""
 
     def over(self, candidate: Candidate, load: float, metric: str) -> Ratio:
-        """Return how many times better than the server as it is."""
+        """Return how many times better than the server as it is; of a latency."""
         return evidence.ratio(self.tried.metrics[candidate][load], self.tried.metrics[DEFAULT][load], metric)
+
+    def compared(self, candidate: Candidate, load: float, metric: str) -> Ratio | Points:
+        """Return how much better than the server as it is; see `evidence.compared`."""
+        return evidence.compared(self.tried.metrics[candidate][load], self.tried.metrics[DEFAULT][load], metric)
 
     def is_difference(self, candidate: Candidate, load: float, metric: str) -> bool:
         """Whether it is better or worse for certain: outside its interval, and by more than the A/A pair differs."""
-        found = self.over(candidate, load, metric)
-        chance = evidence.ratio(self.pair[load], self.tried.metrics[DEFAULT][load], metric)
-        differs = abs(chance.value - 1)
-        return not found.low <= 1 <= found.high and abs(found.value - 1) > differs
+        found = self.compared(candidate, load, metric)
+        chance = evidence.compared(self.pair[load], self.tried.metrics[DEFAULT][load], metric)
+        differs = abs(chance.value - chance.EQUAL)
+        return not found.low <= found.EQUAL <= found.high and abs(found.value - found.EQUAL) > differs
+
+    def is_better(self, candidate: Candidate, load: float) -> bool | None:
+        """Whether it is better for certain, by the first measure of the objective that differs; None if none does."""
+        for metric in self.objective.metrics:
+            if self.is_difference(candidate, load, metric):
+                return (found := self.compared(candidate, load, metric)).value > found.EQUAL
+        return None
 
     @property
     def helps_from(self) -> float | None:
         """The lowest load from which on the choice is better; None if at none, as where it changes nothing."""
         if self.choice == DEFAULT:
             return None
-        metric, found = self.objective.metric, None
-        for load in sorted(self.tried.metrics[DEFAULT], reverse=True):
-            better = self.over(self.choice, load, metric).value > 1
-            if not better or not self.is_difference(self.choice, load, metric):
+        found = None
+        for load in sorted(self.pair, reverse=True):
+            if not self.is_better(self.choice, load):
                 break
             found = load
         return found
@@ -99,7 +109,7 @@ def answer(
     while True:
         choice = evidence.best(scores)
         found = Answer(choice, tried, pair, rejected, objective, saturated.rate_per_s)
-        sure = any(found.is_difference(choice, load, objective.metric) for load in judged)
+        sure = any(found.is_better(choice, load) for load in judged)
         if choice == DEFAULT or DEFAULT not in scores or sure:
             break
         del scores[choice]

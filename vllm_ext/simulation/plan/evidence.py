@@ -1,13 +1,14 @@
-"""How a candidate compares with the server as it is: ratios, their intervals, and what must not get worse."""
+"""How a candidate compares with the server as it is: ratios and differences, and what must not get worse."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 from vllm_ext.report import intervals
-from vllm_ext.report.intervals import MIN_SEEDS, Ratio, interval
+from vllm_ext.report.intervals import MIN_SEEDS, Points, Ratio, half_width, interval
 from vllm_ext.simulation.plan.candidates import Candidate
 from vllm_ext.simulation.sweep.capacity import Constraint
 
@@ -34,9 +35,8 @@ Metrics = Mapping[str, float]
 
 
 def times_better(ours: Metrics, base: Metrics, metric: str) -> float:
-    """Return ``base / ours`` of what should be small; of the share of met objectives ``ours / base``."""
-    values = (found.get(metric, math.nan) for found in (ours, base))
-    return intervals.times_better(*values, higher=metric.endswith(ATTAINMENT))
+    """Return ``base / ours`` of what should be small."""
+    return intervals.times_better(*(found.get(metric, math.nan) for found in (ours, base)))
 
 
 def ratio(ours: Metrics, base: Metrics, metric: str) -> Ratio:
@@ -46,17 +46,35 @@ def ratio(ours: Metrics, base: Metrics, metric: str) -> Ratio:
     of one run have the same requests as those of the other.
     """
     value = times_better(ours, base, metric)
-    logs = [math.log(found) for found in _by_window(ours, base, metric) if 0 < found < math.inf]
+    ratios = (times_better(ours, base, name) for name in _windows(ours, base, metric))
+    logs = [math.log(found) for found in ratios if 0 < found < math.inf]
     if len(logs) < MIN_SEEDS:
         return Ratio(value, 0.0, math.inf)
     found = interval(logs)
     return Ratio(value, found.low, found.high)
 
 
-def _by_window(ours: Metrics, base: Metrics, metric: str) -> Iterator[float]:
+def compared(ours: Metrics, base: Metrics, metric: str) -> Ratio | Points:
+    """Compare two runs of the same requests: a latency by `ratio`, the share of met objectives by the difference.
+
+    A ratio of shares says nothing where the server as it is meets none. The interval is Student's over the windows'
+    differences; of fewer than two windows it is all that shares can differ by.
+    """
+    if metric != ATTAINMENT:
+        return ratio(ours, base, metric)
+    value = 100 * (ours.get(metric, 0.0) - base.get(metric, 0.0))
+    found = [100 * (ours[name] - base[name]) for name in _windows(ours, base, metric)]
+    if len(found) < MIN_SEEDS:
+        return Points(value, -100.0, 100.0)
+    middle, half = mean(found), half_width(found)
+    return Points(value, middle - half, middle + half)
+
+
+def _windows(ours: Metrics, base: Metrics, metric: str) -> Iterator[str]:
+    """Yield the names of a metric in the windows that both runs have."""
     number = 0
     while (name := f"window_{number}.{metric}") in ours and name in base:
-        yield times_better(ours, base, name)
+        yield name
         number += 1
 
 
@@ -78,14 +96,15 @@ class Objective:
     """The trace's own load, as a multiple of saturation."""
 
     @property
-    def metric(self) -> str:
-        """What is optimised."""
-        return ATTAINMENT if self.with_slo else MEAN
+    def metrics(self) -> tuple[str, ...]:
+        """What is optimised; each tells apart what those before it do not."""
+        return (ATTAINMENT, MEAN) if self.with_slo else (MEAN,)
 
     def score(self, ours: Mapping[float, Metrics], base: Mapping[float, Metrics]) -> float:
         """Return the mean of the logarithms of the improvement over the loads that are judged; 0 is as it is.
 
-        With objectives, what both meet alike is told apart by a tenth of the mean latency's.
+        With objectives, how much larger the share is that meets them; what both meet alike is told apart by a tenth of
+        the logarithm of the mean latency's.
         """
         loads = [load for load in base if load <= JUDGED_UP_TO and load in ours]
         if not loads:
@@ -99,9 +118,14 @@ class Objective:
             gain += BEYOND * max(0.0, math.log(latency / FULLY_COUNTED))
             total += gain * (0.1 if self.with_slo else 1.0)
             if self.with_slo:
-                attained = [max(found[load].get(ATTAINMENT, 0.0), 1e-3) for found in (ours, base)]
-                total += math.log(attained[0] / attained[1])
+                total += ours[load].get(ATTAINMENT, 0.0) - base[load].get(ATTAINMENT, 0.0)
         return total / len(loads)
+
+    def told(self, score: float) -> str:
+        """Return what a score of the search means."""
+        if self.with_slo:
+            return f"{100 * score:+.1f} points of met objectives, with a tenth for the mean latency, in the search"
+        return f"{math.exp(score):.2f} times as good as the server as it is, in the search"
 
     def broken(self, ours: Mapping[float, Metrics], base: Mapping[float, Metrics], slack: float = 0.0) -> str:
         """Return which limit a candidate breaks; empty if none.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -97,7 +96,7 @@ def search(
     kept = unique([*kept, *[candidate for candidate in ranked if candidate.system is AS_IT_IS][:2]])
     for candidate in scores:
         if candidate not in kept:
-            dropped[candidate.name] = _over(scores[candidate])
+            dropped[candidate.name] = objective.told(scores[candidate])
     second = parts.loaded(parts.search, saturated.rate_per_s, _SECOND_REQUESTS)
     scores = score(kept, second, objective.with_own(_SEARCH_LOADS))
     ranked = _ranked(scores)
@@ -114,7 +113,7 @@ def search(
     finalists = allowed(unique(finalists))
     for candidate in scores:
         if candidate not in finalists:
-            dropped[candidate.name] = _over(scores[candidate])
+            dropped[candidate.name] = objective.told(scores[candidate])
     for candidate in finalists:
         dropped.pop(candidate.name, None)
     return Coarse(choice, vllm, ours, finalists, dropped)
@@ -122,7 +121,3 @@ def search(
 
 def _ranked(scores: Mapping[Candidate, float]) -> list[Candidate]:
     return sorted(scores, key=lambda one: (-scores[one], len(one.changed)))
-
-
-def _over(score: float) -> str:
-    return f"{math.exp(score):.2f} times as good as the server as it is, in the search"
