@@ -281,14 +281,14 @@ def _gains(found: Answer, candidate: Candidate, load: float) -> str:
 
 def _capacity(found: Answer, saturated: Saturation, price: float | None, parts: Parts) -> Iterator[str]:
     """What is carried, and at a price per hour of all devices what that costs."""
-    before, now = saturated.rate_per_s, found.carries_per_s
+    before, now = found.carries_per_s
     counted = "conversations" if parts.counted(1.0) < 1 else "requests"
     if found.choice != DEFAULT:
         yield f"it carries {now:.3g} {counted}/s, {now / before:.2f} times what the server carries as it is"
     if price is None:
         return
     runs = found.tried.metrics[found.choice]
-    run = runs[nearest(runs)]
+    run = runs[nearest(found.pair)]
     tokens = run["output_tokens"] / run["requests"]
     for label, rate in {"as it is": before, "recommended": now}.items():
         if label == "as it is" or found.choice != DEFAULT:
@@ -344,7 +344,7 @@ def _result(
     unsure: Doubt | None, workload: GeneratedWorkload,
 ) -> results.Result:  # fmt: skip
     metrics = {"own_rate_per_s": saturated.own_rate_per_s, "saturation_per_s": saturated.rate_per_s,
-               "carries_per_s": found.carries_per_s}  # fmt: skip
+               "carries_per_s": found.carries_per_s[1], "carries_as_it_is_per_s": found.carries_per_s[0]}  # fmt: skip
     baseline, metric = dict[str, float](), found.objective.metrics[0]
     for candidate, runs in found.tried.metrics.items():
         into, prefix = (baseline, "") if candidate == DEFAULT else (metrics, f"{candidate.name}.")

@@ -107,7 +107,7 @@ def test_of_conversations_clients_grow_until_more_of_them_get_no_more(make: Call
     found = saturation(bench, parts, 0.1)
     assert asked == [64, 192, 576, 1728, 5184]
     assert found.rate_per_s == pytest.approx(20 / parts.turns)
-    assert carried(bench, parts, Candidate(tokens=512), found) == found.rate_per_s
+    assert carried(bench, parts, Candidate(tokens=512), found) == (found.rate_per_s, found.rate_per_s)
     assert asked[-1] == 5184
 
 
@@ -140,13 +140,52 @@ def test_a_rate_that_is_followed_is_no_capacity(make: Callable[..., Bench]) -> N
     parts = Parts(part, part, endless=True)
     found = saturation(bench, parts, 1.0)
     assert found.rate_per_s == 40.0
-    assert carried(bench, parts, DEFAULT, found) == 40.0
-    assert carried(bench, parts, Candidate(tokens=512), found) == 120.0
+    assert carried(bench, parts, Candidate(tokens=512), found) == (40.0, 120.0)
 
 
-def test_only_rows_of_the_search_are_drawn_again(make: Callable[..., Bench], tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl"
-    rows = [{"prompt_tokens": 20, "output_tokens": 4 if i < 30 else 900, "timestamp": 0.5 * i} for i in range(90)]
+def test_what_is_carried_before_and_after_is_asked_alike(make: Callable[..., Bench]) -> None:
+    """This server gets less done the more waits: as it is it carries the same as itself."""
+
+    def run(spec: SimulationSpec) -> dict[str, float]:
+        rate = spec.workload.rate_per_s or 0.0
+        served = rate if rate < CARRIES else CARRIES - 0.01 * rate
+        return {"requests": float(spec.workload.num_requests or 0), "middle_requests_per_s": served}
+
+    bench = make(run)
+    parts = parts_of(build(bench.base.workload))
+    before, now = carried(bench, parts, Candidate(tokens=512), saturation(bench, parts, 1.0))
+    assert before == now == pytest.approx(CARRIES, rel=0.05)
+
+
+def test_next_to_no_load_is_no_reason_to_have_no_answer(make: Callable[..., Bench]) -> None:
+    bench = make(lambda spec: measured(spec, by_budget) | {"requests": float(spec.workload.num_requests or 0)})
+    found = saturation(bench, parts_of(build(bench.base.workload)), 1e-7)
+    assert found.rate_per_s == CARRIES
+
+
+def test_a_run_that_a_longer_round_repeats_is_told_once(make: Callable[..., Bench]) -> None:
+    told: list[tuple[str, float]] = []
+    bench = make(lambda spec: measured(spec, by_budget))
+    bench.tell = lambda candidate, load, _: told.append((candidate.name, load))
+    for candidates in ([DEFAULT], [DEFAULT, Candidate(tokens=256)]):
+        bench.tried(candidates, Part(0, 100, 1), (0.9,), CARRIES)
+    bench.tried([DEFAULT], Part(0, 100, 2), (0.9,), CARRIES)
+    assert told == [("vLLM as it is", 0.9), ("vLLM, 256 tokens", 0.9), ("vLLM as it is", 0.9)]
+
+
+def test_prompts_beyond_the_context_are_named_where_nothing_ends(make: Callable[..., Bench]) -> None:
+    bench = make(lambda _: {"requests": 0.0, "rejected_requests": 30.0})
+    with pytest.raises(NoAnswer, match=r"30 of 30 requests were rejected: their prompts fill .* \(--max-model-len\)"):
+        saturation(bench, parts_of(build(bench.base.workload)), 1.0)
+
+
+@pytest.mark.parametrize("pool", [None, (5, 95)])
+def test_only_rows_of_the_search_are_drawn_again(
+    make: Callable[..., Bench], tmp_path: Path, pool: tuple[int, int] | None
+) -> None:
+    path, before = tmp_path / "mine.jsonl", 0 if pool is None else pool[0]
+    lengths = [900] * before + [4] * 30 + [900] * 60
+    rows = [{"prompt_tokens": 20, "output_tokens": tokens, "timestamp": 0.5 * i} for i, tokens in enumerate(lengths)]
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
 
     def run(spec: SimulationSpec) -> dict[str, float]:
@@ -156,7 +195,7 @@ def test_only_rows_of_the_search_are_drawn_again(make: Callable[..., Bench], tmp
         served = min(spec.workload.rate_per_s or 0.0, CARRIES)
         return {"requests": float(spec.workload.num_requests or 0), "middle_requests_per_s": served}
 
-    bench = make(run, workload={"source": str(path), "arrivals": "recorded"})
+    bench = make(run, workload={"source": str(path), "arrivals": "recorded", "pool": pool})
     parts = parts_of(build(bench.base.workload))
     assert saturation(bench, parts, 2.0).rate_per_s == CARRIES
 
@@ -348,6 +387,19 @@ def test_a_file_is_searched_on_its_beginning_and_judged_on_the_rest(tmp_path: Pa
     path.write_text("\n".join(json.dumps(row) for row in rows[:59]), encoding="utf-8")
     with pytest.raises(ValueError, match="59 requests; a plan needs at least 60"):
         parts_of(build(spec.workload))
+
+
+@pytest.mark.parametrize(("burst", "named"), [(slice(0, 30), "1 to 30"), (slice(30, 90), "31 to 90")])
+def test_a_part_that_arrives_at_once_is_named(tmp_path: Path, burst: slice, named: str) -> None:
+    path, times = tmp_path / "mine.jsonl", [0.5 * i for i in range(90)]
+    times[burst] = [times[burst.start]] * len(times[burst])
+    rows = [{"prompt_tokens": 20, "output_tokens": 4, "timestamp": time_s} for time_s in times]
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    spec = SimulationSpec.model_validate({"workload": {"source": str(path), "arrivals": "recorded"}})
+    with pytest.raises(ValueError, match=f"requests {named} arrive at the same time"):
+        parts_of(build(spec.workload))
+    drawn = SimulationSpec.model_validate({"workload": {"source": str(path), "num_requests": 90}})
+    assert parts_of(build(drawn.workload)).search.count == 30
 
 
 def test_drawn_requests_are_searched_and_judged_by_other_seeds() -> None:

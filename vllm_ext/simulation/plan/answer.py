@@ -39,8 +39,8 @@ class Answer:
     rejected: Mapping[str, str]
     """Finalists that broke a limit: name -> which."""
     objective: Objective
-    carries_per_s: float
-    """What the server that was chosen carries, as `Saturation.rate_per_s`."""
+    carries_per_s: tuple[float, float]
+    """What the server as it is and the one that was chosen carry, as `carried` returns it."""
 
     def over(self, candidate: Candidate, load: float, metric: str) -> Ratio:
         """Return how many times better than the server as it is; of a latency."""
@@ -108,7 +108,7 @@ def answer(
     judged = [load for load in loads if load <= evidence.JUDGED_UP_TO]
     while True:
         choice = evidence.best(scores)
-        found = Answer(choice, tried, pair, rejected, objective, saturated.rate_per_s)
+        found = Answer(choice, tried, pair, rejected, objective, (saturated.rate_per_s, saturated.rate_per_s))
         sure = any(found.is_better(choice, load) for load in judged)
         if choice == DEFAULT or DEFAULT not in scores or sure:
             break

@@ -24,6 +24,8 @@ _MOST_REQUESTS = 2000
 _LIVES, _FINAL_LIVES = 3.0, 5.0
 """Conversations begin for as long as so many of them last, one after the other, in the search and in the final table:
 at first the server is empty, and at the end only thought is left."""
+_SHORTEST = 400
+"""Requests of the shortest run of a part, if it has as many."""
 _SEEDS = 100
 """Between the seeds of the search and of the final table, where requests are drawn."""
 
@@ -86,10 +88,11 @@ def parts_of(workload: GeneratedWorkload) -> Parts:
     """Cut a workload: by its order where that is a file's, else by seeds.
 
     Raises:
-        ValueError: there are fewer than 60 requests.
+        ValueError: there are fewer than 60 requests, or recorded ones that arrive at once, at no rate.
     """
     spec = workload.spec
-    total = sum(1 for _ in workload.start())
+    times = [request.arrival_s for request in workload.start()]
+    total = len(times)
     if total < 60:
         raise ValueError(f"{spec.source}: {total} requests; a plan needs at least 60")
     seed, first = spec.seed, spec.skip_requests
@@ -99,6 +102,13 @@ def parts_of(workload: GeneratedWorkload) -> Parts:
         return Parts(replace(part, seed=seed + _SEEDS), part, workload.source.size is None, *talk)
     searched = total // _SEARCHED
     final = Part(first + searched, min(total - searched, _MOST_REQUESTS), seed)
+    for begin, count in ((0, searched), (searched, final.count)) if spec.arrivals == "recorded" else ():
+        end = begin + min(count, _SHORTEST)
+        if times[begin] == times[end - 1]:
+            raise ValueError(
+                f"{spec.source}: requests {first + begin + 1} to {first + end} arrive at the same time, so that their "
+                "rate cannot be varied; leave them out by workload.skip_requests, or add --arrivals poisson"
+            )
     return Parts(Part(first, searched, seed + _SEEDS), final, False, *talk)
 
 
@@ -164,6 +174,8 @@ class Bench:
     pool: Pool
     tell: Callable[[Candidate, float, Outcome], None]
     """Called for every run that ended, with its load."""
+    told: set[tuple[str, Candidate]] = field(default_factory=set)
+    """Runs that were told of, and candidates: where a part is short, a longer round asks for the same."""
 
     def rates(self, candidate: Candidate, part: Part, rates_per_s: Sequence[float]) -> list[Outcome]:
         """Run a candidate at rates."""
@@ -182,8 +194,11 @@ class Bench:
             places.setdefault(spec.model_dump_json(), []).append(pair)
 
         def told(spec: SimulationSpec, outcome: Outcome, _known: bool) -> None:
-            for candidate, load in places.pop(spec.model_dump_json(), ()):  # told of each run once
-                self.tell(candidate, load, outcome)
+            described = spec.model_dump_json()
+            for candidate, load in places.get(described, ()):
+                if (described, candidate) not in self.told:
+                    self.told.add((described, candidate))
+                    self.tell(candidate, load, outcome)
 
         for (candidate, load), outcome in zip(asked, run_points(specs, self.store, self.pool, told), strict=True):
             if outcome.metrics is None:
