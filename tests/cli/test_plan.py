@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_ext.cli import new_policy
 from vllm_ext.cli.plan import main
@@ -30,8 +31,13 @@ def trace(path: Path, *, requests: int = 90, gap_s: float = 0.5) -> Path:
     return path
 
 
-def made_up(monkeypatch: pytest.MonkeyPatch, failing: str = "", rejected: float = 0.0) -> list[str]:
-    """A server that carries 4 requests/s; with 256 tokens it is 1.5 times better, under alise 1.2 times."""
+def made_up(
+    monkeypatch: pytest.MonkeyPatch, failing: str = "", rejected: float = 0.0, best: str = "alise"
+) -> list[str]:
+    """A server that carries 4 requests/s; with 256 tokens it is 1.5 times better, under ``best`` 1.2 times.
+
+    It meets no objective, and with 256 tokens all.
+    """
     ran: list[str] = []
 
     def point(spec: SimulationSpec) -> dict[str, float]:
@@ -40,13 +46,15 @@ def made_up(monkeypatch: pytest.MonkeyPatch, failing: str = "", rejected: float 
         if failing and engine.system == failing and ran.count(failing) == 1:
             raise ArithmeticError("not today")
         better = 1.5 if engine.max_num_batched_tokens == 256 else 1.0
-        better *= 1.2 if engine.system == "alise" or engine.options.get("policies") else 1.0
+        better *= 1.2 if engine.system == best or engine.options.get("policies") else 1.0
         mean = 1000.0 * (1 + rate) / better
         part = {"e2e_mean_ms": mean, "e2e_p99_ms": 3 * mean, "ttft_p90_ms": 100.0, "tbt_p99_ms": 200.0 / better**2}
+        met = {"slo_attainment_fraction": float(engine.max_num_batched_tokens == 256)}
         windows = {f"window_{k}.{name}": value * (1 + 0.001 * k) for k in range(4) for name, value in part.items()}
+        windows |= {f"window_{k}.{name}": value for k in range(4) for name, value in met.items()}
         requests = float(spec.workload.num_requests or 0)
         counts = {"requests": requests, "rejected_requests": rejected, "output_tokens": 100 * requests}
-        return {**part, **windows, **counts, "middle_requests_per_s": min(rate, 4.0 * better)}
+        return {**part, **met, **windows, **counts, "middle_requests_per_s": min(rate, 4.0 * better)}
 
     monkeypatch.setattr(pools, "simulate_point", point)
     return ran
@@ -105,6 +113,51 @@ def test_the_answer_is_a_command_with_what_each_change_brings(
     assert f'<pre class="command">{command}</pre>' in shown
     assert shown.count("<svg") == 1
     assert str(tmp_path) not in shown
+
+
+def planned(path: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """Plan; return the result and what was said."""
+    assert main(["--trace", str(path), *flags, *FAST]) == 0
+    shown = capsys.readouterr()
+    return json.loads(shown.out.splitlines()[-1]), shown.err
+
+
+def test_objectives_are_judged_in_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(monkeypatch)
+    flags = ["--slo", "tbt=0.06", "--keep", "scheduler", "--plot", str(tmp_path / "plan.svg")]
+    made, said = planned(trace(tmp_path / "mine.jsonl"), *flags, capsys=capsys)
+    assert made["config"]["recommended"] == "vLLM, 256 tokens"
+    assert made["config"]["over_as_it_is"]["vLLM, 256 tokens"]["0.9"] == "+100.0 points (+100.0..+100.0)"
+    assert (
+        "at 0.9 of saturation, this: +100.0 points (+100.0..+100.0) in the share of met objectives and "
+        "1.50 (1.50..1.50) times better in the mean end-to-end latency"
+    ) in said.splitlines()
+    assert "dropped: vLLM, 1024 tokens: +0.0 points of met objectives" in said
+
+
+def test_classes_without_objectives_are_planned_by_latency(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(monkeypatch)
+    tiers = '[{"name": "a"}, {"name": "b", "priority": 1}]'
+    made, said = planned(trace(tmp_path / "mine.jsonl"), "--set", f"workload.tiers={tiers}", capsys=capsys)
+    assert made["config"]["over_as_it_is"]["vLLM, 256 tokens"]["0.9"].startswith("1.50 (")
+    assert "SLO met" not in said
+
+
+def test_objectives_are_flags_of_the_command_and_options_of_the_tuned_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(monkeypatch, best="auto")
+    saved = tmp_path / "tuned.json"
+    flags = ["--slo", "ttft=0.5,tbt=0.06", "--keep", "tokens", "--save", str(saved)]
+    made, said = planned(trace(tmp_path / "mine.jsonl"), *flags, capsys=capsys)
+    assert made["config"]["recommended"] == "auto"
+    assert "--scheduler-cls auto --ttft-slo-ms 500 --tbt-slo-ms 60" in made["config"]["command"]
+    assert tuned.load(saved).settings.options == {"slo": {"ttft_ms": 500.0, "tbt_ms": 60.0}}
+    assert "its objectives are those of the flags" in said
 
 
 def test_options_that_the_server_has_are_in_the_command(
@@ -204,6 +257,60 @@ def test_a_constraint_on_what_is_not_measured_is_refused(
     )
 
 
+SERVER = ["--model", "opt-13b", "--device", "a100-40", "--max-model-len", "512", "--cost", "constant", "--jobs", "1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "left_out"),
+    [
+        ([], [], []),
+        (["--gpu-memory-utilization", "0.92"], [], []),
+        (["--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization", "0.9"], []),
+        (["--set", "cost.cuda_graphs=false"], ["--enforce-eager"], []),
+        (["--scheduling-policy", "priority"], ["--scheduling-policy", "priority"], []),
+        (["--set", "engine.system=upstream-priority"], ["--scheduling-policy", "priority"], []),
+        (["--set", "hardware.weight_dtype_bytes=1"], [],
+         ["weights of 1 bytes per parameter: a model that is quantised so, or --quantization"]),
+    ],
+)  # fmt: skip
+def test_the_command_is_the_server_that_was_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    flags: list[str], words: list[str], left_out: list[str],
+) -> None:  # fmt: skip
+    """vLLM's own default of the memory is simulated, and needs no flag."""
+    ran = made_up(monkeypatch)
+    keep = ["--keep", ",".join(candidates.CHANGED), "--quiet"]
+    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), *flags, *keep, *SERVER]) == 0
+    shown = capsys.readouterr()
+    config = json.loads(shown.out.splitlines()[-1])["config"]
+    limits = "--max-model-len 512 --max-num-seqs 256 --max-num-batched-tokens 2048"
+    assert shlex.split(config["command"]) == ["vllm", "serve", "opt-13b", *limits.split(), *words]
+    assert config["not_in_command"] == left_out
+    assert [f"not in the command: {line}" in shown.err for line in left_out] == [True] * len(left_out)
+    memory = 0.9 if "0.9" in words else EngineArgs.gpu_memory_utilization
+    assert config["spec"]["hardware"]["gpu_memory_utilization"] == memory
+    assert set(ran) == {"upstream-priority" if "priority" in words else "upstream-fcfs"}
+
+
+def test_a_printed_description_is_the_same_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--trace", str(trace(tmp_path / "mine.jsonl")), "--scheduling-policy", "priority", "--print-spec"]
+    assert main(flags) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "spec.json").write_text(printed, encoding="utf-8")
+    assert main(["--spec", str(tmp_path / "spec.json"), "--print-spec"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_drawn_arrivals_have_the_rate_of_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = trace(tmp_path / "mine.jsonl", gap_s=0.25)
+    assert main(["--trace", str(path), "--arrivals", "poisson", "--print-spec"]) == 0
+    assert json.loads(capsys.readouterr().out)["workload"]["rate_per_s"] == pytest.approx(4.0)
+    rows = '{"prompt_tokens": 20, "output_tokens": 4}\n' * 90
+    path.write_text(rows, encoding="utf-8")
+    assert main(["--trace", str(path), "--arrivals", "poisson", "--print-spec"]) == 2
+    assert "--arrivals poisson: needs --rate: arrivals='recorded': mine.jsonl has no arrival" in capsys.readouterr().err
+
+
 def test_real_runs_end_in_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,6 +389,8 @@ def test_rejected_prompts_are_said_and_status_3(
         (["--device", "toaster"], "toaster"),
         (["--num-blocks", "9"], "max_model_len=2048: must fit into the KV cache, which holds 128 tokens"),
         (["--arrivals", "at-once"], "--arrivals at-once: a plan varies the load"),
+        (["--set", "engine.system=alise"], "engine.system='alise': must be left out: the server as it is is vLLM"),
+        (["--set", "engine.system=nonsense"], "engine.system='nonsense': must be left out"),
         (["--num-requests", "59"], "59 requests; a plan needs at least 60"),
     ],
 )

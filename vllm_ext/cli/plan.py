@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import sys
@@ -14,7 +13,8 @@ from pathlib import Path
 import vllm_ext
 from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need
-from vllm_ext.config import KEY, tuned
+from vllm_ext.cli.plan_base import server_as_it_is
+from vllm_ext.config import tuned
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.page import Chart, Page, Section, Verdict, facts_of, write
 from vllm_ext.report.plots import Series, lines
@@ -22,17 +22,18 @@ from vllm_ext.report.results import without_folder
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.plan import evidence, search
 from vllm_ext.simulation.plan.answer import Answer, Doubt, answer, doubt, nearest, parts_of_choice
-from vllm_ext.simulation.plan.candidates import AS_IT_IS, CHANGED, DEFAULT, VLLM, Candidate
+from vllm_ext.simulation.plan.candidates import AS_IT_IS, CHANGED, DEFAULT, Candidate, has_objectives
+from vllm_ext.simulation.plan.command import command_of, not_in_command
 from vllm_ext.simulation.plan.estimate import estimate
 from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Parts, parts_of
 from vllm_ext.simulation.plan.saturation import Saturation, saturation
 from vllm_ext.simulation.plan.search import Coarse
-from vllm_ext.simulation.spec import SimulationSpec, checked, resolve, with_values
+from vllm_ext.simulation.spec import SimulationSpec, resolve, with_values
 from vllm_ext.simulation.sweep.capacity import Constraint
 from vllm_ext.simulation.sweep.pools import local_pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore, versions
-from vllm_ext.simulation.workloads.build import GeneratedWorkload, build, mean_rate
+from vllm_ext.simulation.workloads.build import GeneratedWorkload, build
 
 PROG = "vllm-ext plan"
 _SHOWN = {
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    base, own_rate = _base(args)
+    base, own_rate = server_as_it_is(args)
     if args.print_spec:
         print(base.model_dump_json(indent=1))
         return 0
@@ -56,7 +57,7 @@ def _plan(args: argparse.Namespace) -> int:
     loads = search.LOADS if args.loads is None else _loads(args.loads)
     ttft_s = [tier.ttft.base_s for tier in base.workload.tiers if tier.ttft and tier.ttft.base_s]
     short_ms = 1000 * min(ttft_s, default=evidence.SHORT_TTFT_MS / 1000)
-    objective = Objective(with_slo=bool(base.workload.tiers), tolerance=args.tolerance, short_ttft_ms=short_ms,
+    objective = Objective(with_slo=has_objectives(base), tolerance=args.tolerance, short_ttft_ms=short_ms,
                           allow_fp8_kv=args.allow_fp8_kv, constraints=tuple(args.constraint))  # fmt: skip
     workload = build(base.workload)
     parts = parts_of(workload)
@@ -106,31 +107,6 @@ def _plan(args: argparse.Namespace) -> int:
     if args.save is not None:
         tuned.save(_tuned(args, base, found, saturated, workload), args.save)
     return FAILED if found.tried.failed or incomplete or found.unmet else 0
-
-
-def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
-    """The server as it is, at the trace's own load, and that load in requests/s."""
-    if args.trace is not None:
-        flags = vars(args)
-        flags[f"{spec_flags.SPEC}workload.source"] = str(args.trace)
-        flags.setdefault(f"{spec_flags.SPEC}workload.arrivals", "recorded")
-    spec = spec_flags.base_spec(args)
-    checked(with_values(spec, {"engine.system": "fcfs"}))  # options, which vLLM alone has none of
-    spec = with_values(spec, {"engine.system": VLLM})
-    resolve(spec)  # what vLLM would not start with is refused before anything is run
-    if spec.workload.arrivals in ("closed-loop", "at-once"):
-        raise UsageError(
-            f"--arrivals {spec.workload.arrivals}: a plan varies the load, which these arrivals do not follow"
-        )
-    if spec.workload.rate_per_s is not None:
-        return spec, spec.workload.rate_per_s
-    times = [request.arrival_s for request in build(spec.workload).start()]
-    if len(times) < 2 or times[-1] <= times[0]:
-        raise UsageError(
-            f"--trace {spec.workload.source}: {len(times)} requests with recorded arrivals; a plan needs at least two "
-            "at different times, or --rate with --arrivals poisson"
-        )
-    return spec, mean_rate(times)
 
 
 def _estimated(base: SimulationSpec, workload: GeneratedWorkload) -> Iterator[str]:
@@ -227,7 +203,8 @@ def _recommended(found: Answer, base: SimulationSpec) -> Iterator[str]:
         yield "recommended: leave the server as it is: nothing that was tried is better by more than chance"
     else:
         yield f"recommended: {choice.name}: set these flags"
-    yield f"  {_command(base, choice)}"
+    yield f"  {command_of(base, choice)}"
+    yield from (f"not in the command: {line}" for line in not_in_command(base, choice))
     if choice.system.needs:
         yield f"needs: {choice.system.needs}"
 
@@ -309,36 +286,6 @@ def _doubted(unsure: Doubt) -> Iterator[str]:
         yield f"with constants 30 % off, {unsure.tokens} tokens stay the best budget"
 
 
-def _command(base: SimulationSpec, choice: Candidate) -> str:
-    """The command line of the server, with every limit that was simulated."""
-    hardware, engine, limits = base.hardware, base.engine, resolve(choice.on(base)).limits
-    given = {
-        "--max-model-len": limits.max_model_len, "--max-num-seqs": limits.max_num_seqs,
-        "--max-num-batched-tokens": limits.max_num_batched_tokens,
-        "--tensor-parallel-size": hardware.tensor_parallel if hardware.tensor_parallel > 1 else None,
-        "--gpu-memory-utilization": hardware.gpu_memory_utilization if hardware.gpu_memory_utilization != 0.9 else None,
-        "--kv-cache-memory-bytes": hardware.kv_memory_bytes, "--num-gpu-blocks-override": engine.num_blocks,
-        "--watermark": choice.reserve or engine.watermark or None,
-        "--block-size": engine.block_size if engine.block_size != 16 else None,
-        "--scheduling-policy": "priority" if engine.scheduling_policy == "priority" else None,
-        "--kv-cache-dtype": "fp8" if choice.fp8_kv or hardware.kv_dtype_bytes == 1 else None,
-    }  # fmt: skip
-    words = ["vllm", "serve", hardware.model, *choice.system.flags]
-    words += [word for flag, value in given.items() if value is not None for word in (flag, f"{value}")]
-    words += [] if engine.prefix_caching else ["--no-enable-prefix-caching"]
-    words += [] if engine.async_scheduling else ["--no-async-scheduling"]
-    if (offload := engine.kv_offload) is not None:
-        extra = {"cpu_bytes_to_use": offload.cpu_bytes, "eviction_policy": offload.policy,
-                 "offload_prompt_only": offload.offload_prompt_only,
-                 "blocks_per_chunk": offload.blocks_per_chunk}  # fmt: skip
-        connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        words += ["--kv-transfer-config", json.dumps(connector)]
-    options = {name: value for name, value in engine.options.items() if name != "policies"}
-    if options and choice.system is not AS_IT_IS:
-        words += ["--additional-config", json.dumps({KEY: options})]
-    return shlex.join(words)
-
-
 def _result(
     args: argparse.Namespace, base: SimulationSpec, saturated: Saturation, found: Answer, coarse: Coarse,
     unsure: Doubt | None, workload: GeneratedWorkload,
@@ -352,7 +299,8 @@ def _result(
             into |= {f"{prefix}load_{load:g}.{name}": value for name, value in run.items()}
     config = {
         "spec": base.model_dump(mode="json"), "loads": sorted(found.pair), "recommended": found.choice.name,
-        "flags": spec_flags.public(found.choice.flags()), "command": spec_flags.public(_command(base, found.choice)),
+        "flags": spec_flags.public(found.choice.flags()), "command": spec_flags.public(command_of(base, found.choice)),
+        "not_in_command": [*not_in_command(base, found.choice)],
         "helps_from": found.helps_from, "who_pays": found.who_pays,
         "constraints": [str(one) for one in found.objective.constraints], "constraints_hold": not found.unmet,
         "over_as_it_is": {

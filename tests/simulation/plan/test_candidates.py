@@ -11,6 +11,7 @@ from vllm_ext.simulation.plan.candidates import (
     DEFAULT,
     Candidate,
     budgets,
+    has_objectives,
     nearby,
     systems,
     with_budget,
@@ -54,6 +55,72 @@ def test_systems_are_tried_where_the_workload_has_what_they_work_on() -> None:
     talks, tier = {"source": "talks.jsonl", "conversations": True}, {"options": {"kv_tier": {"gib": 4.0}}}
     assert named(described(workload=talks)) == named(described(engine=tier)) == plain
     assert named(described(workload=talks, engine=tier)) == [*plain, "pensieve", "alise+pensieve"]
+
+
+def told(spec: SimulationSpec, name: str) -> Candidate:
+    return Candidate(system=next(system for system in systems(spec) if system.name == name))
+
+
+ALL = {"name": "all", "ttft": {"base_s": 0.5}, "tbt": {"base_s": 0.035}}
+
+
+def test_objectives_that_all_requests_share_are_options_of_the_server() -> None:
+    spec = described(workload={"tiers": [ALL]}, engine={"options": {"slo": {"shed": True}}})
+    for name in ("sarathi", "alise+sarathi", "auto", "accelgen"):
+        candidate = told(spec, name)
+        made = candidate.on(spec)
+        assert made.engine.options == {"slo": {"shed": True, "ttft_ms": 500.0, "tbt_ms": 35.0}}
+        assert not made.workload.announce_slo
+        assert candidate.flags() == ["--scheduler-cls", name, "--ttft-slo-ms", "500", "--tbt-slo-ms", "35"]
+        assert candidate.system.needs.endswith("its objectives are those of the flags")
+    assert told(spec, "alise").on(spec).engine.options == {"slo": {"shed": True}}, "it follows none, and shares none"
+    assert DEFAULT.on(spec).engine.options == {}
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        {"tiers": [ALL, {"name": "slow", "ttft": {"base_s": 5.0}}]},
+        {"tiers": [{"name": "all", "ttft": {"base_s": 0.5, "per_prompt_token_s": 0.001}}]},
+        {"tiers": [{"name": "all", "ttft": {"base_s": 0.5, "high": 2.0}}]},
+        {"tiers": [{"name": "all", "ttft": {"bucket_s": [0.5, 1.0]}}]},
+        {"tiers": [ALL], "announce_slo": True},
+    ],
+)
+def test_objectives_that_differ_are_announced_by_the_clients(workload: dict[str, Any]) -> None:
+    spec = described(workload=workload)
+    candidate = told(spec, "accelgen")
+    assert candidate.on(spec).workload.announce_slo
+    assert candidate.on(spec).engine.options == {}
+    assert candidate.flags() == ["--scheduler-cls", "accelgen"]
+    assert candidate.system.needs.startswith("clients announce their objectives")
+    assert DEFAULT.on(spec).workload.announce_slo is spec.workload.announce_slo
+
+
+def test_objectives_that_the_user_gave_the_server_stay() -> None:
+    spec = described(workload={"tiers": [ALL]}, engine={"options": {"slo": {"tbt_ms": 90.0}}})
+    candidate = told(spec, "auto")
+    assert candidate.on(spec).engine.options == {"slo": {"tbt_ms": 90.0}}
+    assert candidate.flags() == ["--scheduler-cls", "auto"]
+
+
+def test_classes_without_objectives_have_none_to_follow() -> None:
+    spec = described(workload={"tiers": [{"name": "a"}, {"name": "b", "priority": 1}]})
+    assert not has_objectives(spec)
+    assert "auto" not in named(spec)
+
+
+def test_vllm_alone_keeps_the_scheduling_policy() -> None:
+    spec = described(engine={"scheduling_policy": "priority"})
+    assert Candidate(tokens=256).on(spec).engine.system == "upstream-priority"
+    assert DEFAULT.on(described()).engine.system == "upstream-fcfs"
+
+
+def test_a_candidates_options_change_no_other_run() -> None:
+    spec = described(engine={"options": {"ordering": {"theta": 0.5}}})
+    made = told(spec, "alise, for the tail").on(spec)
+    assert made.engine.options == {"ordering": {"theta": 0.5, "gamma": 1.0}}
+    assert spec.engine.options == {"ordering": {"theta": 0.5}}
 
 
 def test_a_candidate_is_a_run_and_its_flags() -> None:

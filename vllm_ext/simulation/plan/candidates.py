@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_ext.simulation.spec import Limits, Resolved, SimulationSpec, checked, with_values
+from vllm_ext.simulation.workloads.spec import SloTarget
 from vllm_ext.systems.user_policies import split
 
-VLLM = "upstream-fcfs"
 LEAST_TOKENS, MOST_TOKENS = 128, 8192
 """Bounds of the budgets that are tried, all powers of two between them and the server's own."""
 RESERVE = 0.05
@@ -22,13 +23,15 @@ class System:
     """A way to schedule."""
 
     name: str
-    system: str = VLLM
-    """What the simulator calls it."""
+    system: str = ""
+    """What the simulator calls it; empty: vLLM alone."""
     options: Mapping[str, Any] | None = None
     """By path within `EngineSpec`."""
     flags: tuple[str, ...] = ()
     needs: str = ""
     """What it needs to behave as simulated."""
+    announced: bool = False
+    """Whether clients must announce their objectives."""
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -48,7 +51,6 @@ def systems(spec: SimulationSpec) -> tuple[System, ...]:
     Those that follow objectives are tried where requests have some, those that keep conversations where there are some,
     and the user's own policies, which ``policies`` among the engine's options names, in the row of defaults.
     """
-    targets = [target for tier in spec.workload.tiers for target in (tier.ttft, tier.tbt, tier.e2e) if target]
     gaps = any(tier.tbt for tier in spec.workload.tiers)
     found = [
         AS_IT_IS,
@@ -59,18 +61,57 @@ def systems(spec: SimulationSpec) -> tuple[System, ...]:
         _ours("alise+past-future", _LEARNT),
     ]  # fmt: skip
     if gaps:
-        follows = "its token budget follows the objective for the time between tokens (--tbt-slo-ms)"
-        found += [_ours("sarathi", follows), _ours("alise+sarathi", follows)]
-    if targets:  # without any, auto is alise
-        found.append(_ours("auto", _LEARNT))
-        found.append(_ours("accelgen", "requests bring their objectives, or --ttft-slo-ms and --tbt-slo-ms do"))
+        follows = "its token budget follows the objective for the time between tokens"
+        found += [_told(_ours(name, follows), spec) for name in ("sarathi", "alise+sarathi")]
+    if has_objectives(spec):  # without any, auto is alise
+        found += [_told(system, spec) for system in (_ours("auto", _LEARNT), _ours("accelgen"))]
     if spec.workload.conversations and "kv_tier" in spec.engine.options:
         found += [_ours("pensieve"), _ours("alise+pensieve", _LEARNT)]
     if named := spec.engine.options.get("policies"):
         own = " and ".join(split(text)[1] for text in named)
-        found.append(System(name=own, system="fcfs", options={"options.policies": named},
-                            flags=("--policy", ",".join(named))))  # fmt: skip
+        system = System(name=own, system="fcfs", options={"options.policies": named},
+                        flags=("--policy", ",".join(named)))  # fmt: skip
+        found.append(_told(system, spec) if has_objectives(spec) else system)
     return tuple(found)
+
+
+def has_objectives(spec: SimulationSpec) -> bool:
+    """Whether any request has one."""
+    return any(tier.ttft or tier.tbt or tier.e2e for tier in spec.workload.tiers)
+
+
+def _told(system: System, spec: SimulationSpec) -> System:
+    """Return a system that knows the requests' objectives: the server has them, or clients announce their own."""
+    given = spec.engine.options.get("slo") or {}
+    if not spec.workload.announce_slo and not given.keys().isdisjoint(_OBJECTIVES):
+        return system
+    same = None if spec.workload.announce_slo else _same_for_all(spec)
+    if same is None:
+        how = "clients announce their objectives (ttft_slo_ms, tbt_slo_ms, jct_slo_ms)"
+        return replace(system, announced=True, needs="; ".join(filter(None, (system.needs, how))))
+    options = {f"options.slo.{name}_ms": value for name, value in same.items()}
+    flags = (word for name, value in same.items() for word in (f"--{name}-slo-ms", f"{value:g}"))
+    how = "its objectives are those of the flags"
+    return replace(system, options={**(system.options or {}), **options}, flags=(*system.flags, *flags),
+                   needs="; ".join(filter(None, (system.needs, how))))  # fmt: skip
+
+
+_OBJECTIVES = ("ttft_ms", "ttft_bucket_ms", "tbt_ms", "jct_ms", "classes")
+"""Options of ``slo`` by which the user has told the server the objectives already."""
+
+
+def _same_for_all(spec: SimulationSpec) -> dict[str, float] | None:
+    """Return the objectives in milliseconds, ``ttft``, ``tbt`` and ``jct``; None if they are not the same for all."""
+    tiers = spec.workload.tiers
+    targets = dict(zip(("ttft", "tbt", "jct"), (tiers[0].ttft, tiers[0].tbt, tiers[0].e2e), strict=True))
+    alike = len({(tier.ttft, tier.tbt, tier.e2e) for tier in tiers}) == 1
+    if not alike or any(target and not _is_constant(target) for target in targets.values()):
+        return None
+    return {name: float(f"{1000 * target.seconds(1, 0.0):.6g}") for name, target in targets.items() if target}
+
+
+def _is_constant(target: SloTarget) -> bool:
+    return target.low == target.high and not target.per_prompt_token_s and not target.bucket_s
 
 
 CHANGED = ("scheduler", "tokens", "seats", "reserve", "kv-dtype")
@@ -124,15 +165,22 @@ class Candidate:
         Raises:
             ConfigError: the system refuses an option of the run.
         """
-        options = {name: value for name, value in base.engine.options.items() if name != "policies"}
-        changes: dict[str, Any] = {"engine.system": self.system.system, "engine.options": options}
+        options = {name: copy.deepcopy(value) for name, value in base.engine.options.items() if name != "policies"}
+        system = self.system.system or upstream(base)
+        changes: dict[str, Any] = {"engine.system": system, "engine.options": options}
         own = self.system.options or {}
         changes |= {f"engine.{name}": value for name, value in {**self.settings, **own}.items()}
         changes |= {"hardware.kv_dtype_bytes": 1} if self.fp8_kv else {}
+        changes |= {"workload.announce_slo": True} if self.system.announced else {}
         return checked(with_values(base, changes))
 
 
 DEFAULT = Candidate()
+
+
+def upstream(spec: SimulationSpec) -> str:
+    """Return what the simulator calls vLLM alone with a run's scheduling policy."""
+    return f"upstream-{spec.engine.scheduling_policy}"
 
 
 def budgets(limits: Limits) -> list[int]:
