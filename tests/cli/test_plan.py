@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_ext.cli import new_policy
 from vllm_ext.cli.plan import main
 from vllm_ext.config import tuned
+from vllm_ext.report import results
 from vllm_ext.simulation.plan import candidates, saturation, search
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import pools
@@ -246,15 +250,15 @@ def test_wrong_wishes_are_one_line(flag: str, value: str, said: str, capsys: pyt
     assert said in capsys.readouterr().err
 
 
-def test_a_constraint_on_what_is_not_measured_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["ttft_p95_ms", "tier.all.ttft_p95_ms"])
+def test_a_constraint_on_what_is_not_measured_is_refused_after_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    made_up(monkeypatch)
-    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), "--constraint", "ttft_p95_ms<=1", *FAST]) == 2
-    assert (
-        "metric='ttft_p95_ms' of a constraint: the run did not measure it; it has ttft_p90_ms"
-        in capsys.readouterr().err
-    )
+    ran = made_up(monkeypatch)
+    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), "--constraint", f"{name}<=1", *FAST]) == 2
+    said = capsys.readouterr().err
+    assert f"metric='{name}' of a constraint: the run did not measure it; it has " in said
+    assert ran == ["upstream-fcfs"]
 
 
 SERVER = ["--model", "opt-13b", "--device", "a100-40", "--max-model-len", "512", "--cost", "constant", "--jobs", "1"]
@@ -309,6 +313,27 @@ def test_drawn_arrivals_have_the_rate_of_the_trace(tmp_path: Path, capsys: pytes
     path.write_text(rows, encoding="utf-8")
     assert main(["--trace", str(path), "--arrivals", "poisson", "--print-spec"]) == 2
     assert "--arrivals poisson: needs --rate: arrivals='recorded': mine.jsonl has no arrival" in capsys.readouterr().err
+
+
+def test_every_file_is_written_that_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(monkeypatch)
+    out, saved = tmp_path / "plan.json", tmp_path / "tuned.json"
+    whole = results.replaced
+
+    @contextlib.contextmanager
+    def full(path: Path) -> Iterator[Any]:
+        with whole(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    monkeypatch.setattr(results, "replaced", full)
+    flags = ["--out", str(out), "--save", str(saved)]
+    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), *flags, *FAST]) == 3
+    assert f"vllm-ext plan: [Errno 28] No space left on device: '{out}'" in capsys.readouterr().err
+    assert tuned.load(saved).settings.max_num_batched_tokens == 256
+    assert not out.exists()
 
 
 def test_real_runs_end_in_an_answer(
@@ -389,6 +414,7 @@ def test_rejected_prompts_are_said_and_status_3(
         (["--device", "toaster"], "toaster"),
         (["--num-blocks", "9"], "max_model_len=2048: must fit into the KV cache, which holds 128 tokens"),
         (["--arrivals", "at-once"], "--arrivals at-once: a plan varies the load"),
+        (["--save", "/proc/there/tuned.json"], "--save: /proc/there: /proc must be a folder that can be written to"),
         (["--set", "engine.system=alise"], "engine.system='alise': must be left out: the server as it is is vLLM"),
         (["--set", "engine.system=nonsense"], "engine.system='nonsense': must be left out"),
         (["--num-requests", "59"], "59 requests; a plan needs at least 60"),

@@ -6,7 +6,7 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +41,8 @@ _SHOWN = {
     "preemptions": "preemptions", "KV used": "mean_kv_used_fraction",
 }  # fmt: skip
 _SLO_SHOWN = {"SLO met": evidence.ATTAINMENT, "goodput req/s": "goodput_requests_per_s"}
+_FEW = 60
+"""Requests by which it is seen what a run measures."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,6 +81,7 @@ def _plan(args: argparse.Namespace) -> int:
     with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
         bench = Bench(base, store, pool, tell)
         try:
+            _check_constraints(bench, parts, args.constraint, own_rate)
             saturated = saturation(bench, parts, own_rate)
             objective = replace(objective, own_load=float(f"{saturated.own_load:.3g}"))
             say(f"saturates at {saturated.rate_per_s:.4g} requests/s; your load is {saturated.own_load:.2f} of that")
@@ -99,14 +102,47 @@ def _plan(args: argparse.Namespace) -> int:
     sections = _sections(found, saturated, unsure, base, price, parts)
     dropped = [f"dropped: {name}: {why}" for name, why in {**coarse.dropped, **found.rejected}.items()]
     advice = [line for section in sections for line in section.text.splitlines()]
-    results.emit(made, [_table(found, saturated), *incomplete, "", *advice, *dropped], args.out, as_json=args.json)
-    if args.plot is not None:
-        _draw(found, saturated, base, args.plot)
-    if args.html is not None:
-        write(_page(made, found, saturated, base, sections, unsure, [*incomplete, *dropped]), args.html)
+    told = [_table(found, saturated), *incomplete, "", *advice, *dropped]
+    writes: list[Callable[[], None]] = [lambda: results.emit(made, told, args.out, as_json=args.json)]
     if args.save is not None:
-        tuned.save(_tuned(args, base, found, saturated, workload), args.save)
+        writes.append(lambda: tuned.save(_tuned(args, base, found, saturated, workload), args.save))
+    if args.plot is not None:
+        writes.append(lambda: _draw(found, saturated, base, args.plot))
+    if args.html is not None:
+        page = _page(made, found, saturated, base, sections, unsure, [*incomplete, *dropped])
+        writes.append(lambda: write(page, args.html))
+    _write_all(writes)
     return FAILED if found.tried.failed or incomplete or found.unmet else 0
+
+
+def _write_all(writes: Sequence[Callable[[], None]]) -> None:
+    """Write every file that can be written: minutes of work are in each."""
+    errors = list[str]()
+    for one in writes:
+        try:
+            one()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            errors.append(str(error))
+    if errors:
+        raise Failed("; ".join(errors))
+
+
+def _check_constraints(bench: Bench, parts: Parts, constraints: Sequence[Constraint], own_rate_per_s: float) -> None:
+    """Refuse a constraint on what no run measures, by a run of the first few requests.
+
+    Raises:
+        ValueError: the metric is unknown; of a class of service, its last part.
+    """
+    if not constraints:
+        return
+    (outcome,) = bench.rates(DEFAULT, parts.search.head(_FEW), [own_rate_per_s])
+    metrics = outcome.metrics or {}
+    known = {name.rpartition(".")[2] for name in metrics}
+    for constraint in constraints:
+        if constraint.metric.rpartition(".")[2] not in known:
+            constraint.meets(metrics)
 
 
 def _estimated(base: SimulationSpec, workload: GeneratedWorkload) -> Iterator[str]:
@@ -216,8 +252,9 @@ def _helps(found: Answer, saturated: Saturation) -> Iterator[str]:
         yield (
             f"it is better for certain from {start:g} of saturation on" if start else "it is not better at all loads"
         )
-        own = f"your trace has {saturated.own_load:.2f} of it ({saturated.own_rate_per_s:.3g} requests/s)"
-        yield f"{own}; nobody gains where nobody waits" if saturated.own_load < min(found.pair) else own
+        load, own = found.objective.own_load, found.tried.metrics[found.choice]
+        measured = f"; there {_gains(found, found.choice, load)}" if load in own and load not in found.pair else ""
+        yield f"your trace has {saturated.own_load:.2f} of it ({saturated.own_rate_per_s:.3g} requests/s){measured}"
 
 
 def _more_memory(base: SimulationSpec) -> Iterator[str]:

@@ -332,6 +332,22 @@ def test_missed_objectives_outweigh_latency(make: Callable[..., Bench]) -> None:
     assert found.choice.tokens is None
 
 
+def test_the_choice_is_also_run_at_the_traces_own_load(make: Callable[..., Bench]) -> None:
+    """It is not judged there: P90 of the TTFT is twice as long, which the reader is told."""
+
+    def run(spec: SimulationSpec) -> dict[str, float]:
+        found = measured(spec, by_budget)
+        slow = spec.engine.max_num_batched_tokens == 256 and (spec.workload.rate_per_s or 0.0) < 0.4
+        requests = float(spec.workload.num_requests or 0)
+        return {**found, "requests": requests, "ttft_p90_ms": 3000.0 if slow else 1500.0}
+
+    _, found = planned(make(run), replace(MEAN_ONLY, own_load=0.05))
+    assert found.choice == Candidate(tokens=256)
+    assert found.over(found.choice, 0.05, "e2e_mean_ms").value == pytest.approx(1.4)
+    assert found.who_pays == ["P90 TTFT is longer: 2.00 times at 0.05"]
+    assert 0.05 not in found.pair
+
+
 def test_a_gain_within_what_two_equal_runs_differ_by_is_none(make: Callable[..., Bench]) -> None:
     """The arrivals of an A/A pair's second run are 0.2 % closer together; here that alone makes it 1.5 times better."""
 

@@ -93,7 +93,8 @@ def answer(
     """Run the finalists on what the search did not see, and choose.
 
     The best score wins; within one percent of it the one that changes least. Who breaks a limit is out, and what a
-    candidate brings must be more than chance at a load that is judged, else the server stays as it is.
+    candidate brings must be more than chance at a load that is judged, else the server stays as it is. What was chosen
+    is also run at the trace's own load, where nothing is judged: users see that one.
 
     Raises:
         NoAnswer: the server as it is failed.
@@ -116,6 +117,11 @@ def answer(
     if choice == DEFAULT:
         return found
     _try_parts(bench, part, found, loads, saturated)
+    if 0 < objective.own_load <= evidence.JUDGED_UP_TO:
+        own = bench.tried((DEFAULT, choice), part, (objective.own_load,), saturated.rate_per_s)
+        tried.failed.update(own.failed)
+        for candidate, runs in own.metrics.items():
+            tried.metrics[candidate].update(runs)
     return replace(found, carries_per_s=carried(bench, parts, choice, saturated))
 
 
