@@ -38,8 +38,10 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def set_aside(path: Path, damage: Exception, *, what: str, instead: str, logger: logging.Logger) -> None:
-    """Rename what is damaged to the first free ``<name>.damaged-N``, and warn.
+def set_aside(
+    path: Path, damage: Exception, *, what: str, instead: str, logger: logging.Logger, suffix: str = "damaged"
+) -> None:
+    """Rename what can't be used to the first free ``<name>.<suffix>-N``, and warn.
 
     Args:
         path: File or folder.
@@ -47,8 +49,9 @@ def set_aside(path: Path, damage: Exception, *, what: str, instead: str, logger:
         what: It is, for the warning.
         instead: What happens without it.
         logger: Whose warning it is.
+        suffix: In the new name.
     """
-    aside = next(free for n in count(1) if not os.path.lexists(free := path.with_name(f"{path.name}.damaged-{n}")))
+    aside = next(free for n in count(1) if not os.path.lexists(free := path.with_name(f"{path.name}.{suffix}-{n}")))
     try:
         path.rename(aside)
     except OSError as error:  # a read-only place, or another process was quicker

@@ -32,7 +32,7 @@ class Client:
         self.books: dict[bytes, list[dict[str, Any]]] = {identity: [] for identity in self.core_engines}
         self.calls: list[tuple[str, int, bytes]] = []
         self.before: Callable[[bytes], None] = lambda identity: None
-        self.measured: list[Any] | None = None
+        self.measured: tuple[dict[str, Any], list[Any]] | None = None
 
     def finish(self, req_id: str, engine: int = 0) -> None:
         book = self.books[self.core_engines[engine]]
@@ -109,12 +109,14 @@ async def test_each_finished_request_becomes_one_line(tmp_path: Path) -> None:
 
 async def test_measured_steps_are_written_where_they_were_asked_for(tmp_path: Path) -> None:
     path, client = tmp_path / "steps.jsonl", Client()
-    client.measured = [{"format": "a"}, [1, 0, 9, 0.0, 0.5]]
+    client.measured = ({"format": "a"}, [[1, 0, 9, 0.0, 0.5]])
     engine = Engine(client)
     poller = Poller(engine, ExtConfig(metrics_interval_s=INTERVAL_S, step_record=str(path)))  # type: ignore[arg-type]
     for _ in range(2):
         await poller._fetch(engine)  # type: ignore[arg-type]
-    assert path.read_text() == '{"format": "a"}\n[1, 0, 9, 0.0, 0.5]\n' * 2
+    client.measured = None
+    await poller._fetch(engine)  # type: ignore[arg-type]
+    assert path.read_text() == '{"format": "a"}\n' + "[1, 0, 9, 0.0, 0.5]\n" * 2
 
 
 async def test_engines_are_asked_in_turn_and_numbered(tmp_path: Path) -> None:

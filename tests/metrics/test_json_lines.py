@@ -160,3 +160,34 @@ def test_lines_before_a_rotation_that_fails_are_not_counted_as_lost(path: Path, 
     assert bounded(path, keep=1).append([record(n) for n in range(7)]) == 2
     assert numbers(path) == [0, 1, 2, 3, 4]
     assert len(messages) == 1
+
+
+@pytest.mark.parametrize("torn", [b'{"n": 10', b"[", b"{}"])
+def test_half_a_line_of_another_writer_does_not_run_into_the_next(path: Path, torn: bytes) -> None:
+    """A crash, or a copy of a file that is written to, leaves one; a line glued to it would be lost as well."""
+    path.parent.mkdir()
+    path.write_bytes(b'{"n": 10000}\n' + torn)
+    log = JsonLines(path, "request_log")
+    assert log.append([record(1), record(2)]) == 0
+    assert log.append([record(3)]) == 0
+    first, half, *others = path.read_bytes().splitlines()
+    assert (half, [json.loads(line)["n"] - 100_00 for line in (first, *others)]) == (torn, [0, 1, 2, 3])
+
+
+def test_every_new_file_begins_with_the_head(path: Path, messages: list[str]) -> None:
+    """Also the one after a failure, a rotation from outside, and one of its own."""
+    log, head = bounded(path), record(99)
+    path.parent.mkdir()
+    path.mkdir()
+    assert log.append([record(0)], head) == 1
+    path.rmdir()
+    for number in range(1, 4):
+        log.append([record(number)], head)
+    assert numbers(path) == [99, 1, 2, 3]
+    path.rename(path.with_name("moved"))
+    log.append([record(n) for n in range(4, 10)], head)
+    assert (numbers(path.with_name("log.1")), numbers(path)) == ([99, 4, 5, 6, 7], [99, 8, 9])
+    os.truncate(path, 2 * LINE_BYTES - 3)
+    log.append([record(10)], head)
+    assert path.read_text().splitlines()[2:] == [json.dumps(head), json.dumps(record(10))]
+    assert len(messages) == 1

@@ -181,8 +181,9 @@ class ExtConfig(Options):
     """File written by `vllm-ext profile` from which the runtime model starts."""
 
     step_record: Annotated[Text | None, Flag("--ext-step-record", metavar="FILE")] = None
-    """JSON-lines file that receives what steps consisted of and how long they took, up to 20,000 of them, from which
-    `vllm-ext plan --profile FILE` knows this server's step times. Written by the front end, never on the step path."""
+    """JSON-lines file that receives what steps consisted of and how long they took, up to 20,000 of them over all
+    starts, from which `vllm-ext plan --profile FILE` knows this server's step times. The file of another engine is set
+    aside. Written by the front end, never on the step path."""
 
     tuned: Annotated[Text | None, Flag("--ext-tuned", metavar="FILE")] = None
     """Settings that `vllm-ext plan --save` found for this model on this device. What is given by hand wins."""

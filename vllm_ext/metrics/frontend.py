@@ -16,8 +16,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_ext.config import KEY, ExtConfig, parse
 from vllm_ext.metrics.engine import EngineFeed
-from vllm_ext.metrics.json_lines import JsonLines
 from vllm_ext.metrics.request_log import RequestLog
+from vllm_ext.metrics.step_record import StepRecord
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -55,7 +55,7 @@ class Poller:
         self._engine = weakref.ref(engine)
         self._interval_s = config.metrics_interval_s
         self._log = RequestLog(config) if config.request_log else None
-        self._steps = JsonLines(Path(config.step_record), "step_record") if config.step_record else None
+        self._steps = StepRecord(Path(config.step_record)) if config.step_record else None
         model_name = engine.vllm_config.model_config.served_model_name
         self._model_name = model_name if isinstance(model_name, str) else model_name[0]
         self._feeds: dict[bytes, EngineFeed] = {}
@@ -92,4 +92,4 @@ class Poller:
                 lost = await asyncio.to_thread(self._log.append, index, state["records"])
                 self._feeds[identity].unwritten(lost)
             if self._steps is not None and (steps := state.get("steps_measured")):
-                await asyncio.to_thread(self._steps.append, steps)
+                await asyncio.to_thread(self._steps.append, *steps)

@@ -23,6 +23,7 @@ class JsonLines:
     """Appends whole lines, and rotates: ``FILE`` becomes ``FILE.1``, ``FILE.1`` becomes ``FILE.2``, the oldest goes.
 
     The file is opened for each append, so that an outside logrotate may move, truncate or delete it at any time.
+    Behind half a line, which a crash or a copy left, the next one begins on a line of its own.
     """
 
     def __init__(self, path: Path, option: str, *, max_mib: int = 0, keep: int = 1) -> None:
@@ -38,17 +39,22 @@ class JsonLines:
         self._max_bytes, self._keep = max_mib * _MIB, keep
         self._failed = False
 
-    def append(self, records: Sequence[Any]) -> int:
-        """Append one line per record; return how many were lost because the file can't be written.
+    def append(self, records: Sequence[Any], head: object = None) -> int:
+        """Append one line per record; return how many of the last were lost because the file can't be written.
 
         That is reported once. Serving goes on, and the next append tries again.
+
+        Args:
+            records: Fit for JSON.
+            head: First line of a new file, and of what follows half a line; None: there is none.
         """
-        lines = [json.dumps(record).encode() + b"\n" for record in records]
+        lines = list(map(_line, records))
+        first = b"" if head is None else _line(head)
         written = 0
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             while written < len(lines):
-                written += self._write(lines[written:])
+                written += self._write(lines[written:], first)
         except OSError as error:
             if not self._failed:
                 self._failed = True
@@ -58,16 +64,18 @@ class JsonLines:
                 )  # fmt: skip
         return len(lines) - written
 
-    def _write(self, lines: Sequence[bytes]) -> int:
+    def _write(self, lines: Sequence[bytes], head: bytes) -> int:
         """Write as many lines as the file has room for, and return how many; if it has none, rotate.
 
         Raises:
             OSError: nothing was written: a part that went into the file is cut off again.
         """
-        with open(self._path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, _MODE)) as file:
+        with open(self._path, "a+b", buffering=0, opener=lambda path, flags: os.open(path, flags, _MODE)) as file:
             before = os.fstat(file.fileno()).st_size
-            if count := self._fitting(before, lines):
-                data = b"".join(lines[:count])
+            torn = before > 0 and os.pread(file.fileno(), 1, before - 1) != b"\n"
+            begin = b"\n" * torn + head * (torn or not before)
+            if count := self._fitting(before, len(begin), lines):
+                data = begin + b"".join(lines[:count])
                 try:
                     if file.write(data) != len(data):
                         raise OSError("no space left for whole lines")
@@ -78,9 +86,13 @@ class JsonLines:
         RotatingFileHandler(self._path, backupCount=self._keep, delay=True).doRollover()
         return 0
 
-    def _fitting(self, size: int, lines: Sequence[bytes]) -> int:
+    def _fitting(self, size: int, more: int, lines: Sequence[bytes]) -> int:
         if not self._max_bytes:
             return len(lines)
-        ends = itertools.accumulate(map(len, lines), initial=size)
+        ends = itertools.accumulate(map(len, lines), initial=size + more)
         fitting = sum(end <= self._max_bytes for end in itertools.islice(ends, 1, None))
         return max(fitting, 0 if size else 1)
+
+
+def _line(record: object) -> bytes:
+    return json.dumps(record).encode() + b"\n"

@@ -232,7 +232,10 @@ class Observer:
         )
 
     def state(self, since: int) -> dict[str, Any]:
-        """Return counters, the runtime model and the records from ``since`` on, fit for JSON."""
+        """Return counters, the runtime model and the records from ``since`` on, fit for JSON.
+
+        Measured steps are handed out once: who asks for no records, beyond the last one, gets none of them either.
+        """
         records, lost = self.book.since(since)
         runtime = self._tracked.runtime
         return {
@@ -248,7 +251,7 @@ class Observer:
             "records": records,
             "next_record": self.book.next_seq,
             "lost_records": lost,
-            **({} if self._samples is None else {"steps_measured": self._samples.take()}),
+            **({"steps_measured": self._samples.take()} if self._samples and since <= self.book.next_seq else {}),
         }
 
 

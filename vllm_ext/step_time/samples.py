@@ -32,9 +32,10 @@ class StepSamples:
         if duration_s > 0 and self._taken + len(self._new) < MOST:
             self._new.append((*features, duration_s))
 
-    def take(self) -> list[Any]:
-        """Return what came since the last time, fit for JSON; the first time behind a line on the engine."""
-        new: list[Any] = [*([] if self._taken else [self._header]), *self._new] if self._new else []
-        self._taken += len(self._new)
-        self._new = []
-        return new
+    def take(self) -> tuple[dict[str, Any], list[Row]] | None:
+        """Return what the engine is and the steps that came since the last time; None: there are none."""
+        if not self._new:
+            return None
+        new, self._new = self._new, []
+        self._taken += len(new)
+        return self._header, new
