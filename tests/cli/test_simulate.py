@@ -16,6 +16,7 @@ from vllm_ext import config
 from vllm_ext.cli import simulate
 from vllm_ext.cli.simulate import main
 from vllm_ext.report import common_flags
+from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
 from vllm_ext.simulation.spec import SimulationSpec
 
 SMALL = ("--cost", "constant", "--dataset", "fixed:20:8", "--num-requests", "12", "--max-model-len", "64")
@@ -278,6 +279,7 @@ def test_policy_and_other_options_go_together(capsys: pytest.CaptureFixture[str]
         (["--max-time", "inf"], ["--max-time", "finite"]),
         (["--num-blocks", "99999999999999999999"], ["--num-blocks", "16777216"]),
         (["--cost-file", "/", "--num-requests", "3"], ["--cost-file: cost.file='/'", "Is a directory"]),
+        (["--profile=/", "--num-requests", "3"], ["--profile: cost.file='/'", "Is a directory"]),
         (["--out", ""], ["--out: '': must be a file"]),
         (["--out", "/"], ["--out: /: must be a file"]),
         (["--out", f"{__file__}/x.json"], ["--out", f"{__file__} must be a folder that can be written to"]),
@@ -310,3 +312,14 @@ def test_describing_a_run_imports_neither_vllm_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.stderr.strip() == "[]"
+
+
+def test_what_is_known_of_step_times_from_a_file_is_said_once_and_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Fitted(StepCurve(base_s=0.1)).save(tmp_path / "cost.json")
+    flags = ["--cost-file", str(tmp_path / "cost.json"), "--num-requests", "3", "--quiet"]
+    assert main(flags) == 0
+    assert capsys.readouterr().err == "step times of cost.json: nothing is known of its fit\n"
+    assert main([*flags, "--print-spec"]) == 0
+    assert capsys.readouterr().err == ""

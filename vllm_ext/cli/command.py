@@ -70,13 +70,20 @@ def guarded(
         if isinstance(error, failures) and not isinstance(error, UsageError):
             print(f"{prog}: {error}", file=sys.stderr)
             return FAILED
-        flag = getattr(used, "flag_of", {}).get(getattr(error, "field", ""))
+        flag = _typed(used, getattr(used, "flag_of", {}).get(getattr(error, "field", "")), argv)
         print(f"{prog}: {f'{flag}: ' if flag else ''}{' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         said = f"; {again.format(**vars(args))}" if again else ""
         print(f"\n{prog}: interrupted{said}", file=sys.stderr)
         return 130
+
+
+def _typed(parser: argparse.ArgumentParser, flag: str | None, argv: Sequence[str]) -> str | None:
+    """Return a flag by the one of its names that was typed, if any was."""
+    action = parser._option_string_actions.get(flag or "")
+    words = {word.partition("=")[0] for word in argv}
+    return next((name for name in (action.option_strings if action else ()) if name in words), flag)
 
 
 def need(module: str) -> None:

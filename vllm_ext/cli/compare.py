@@ -20,7 +20,7 @@ from vllm_ext.compare.shown import COUNTED, Shown
 from vllm_ext.envs import cache_dir
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.page import write
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, notes
 from vllm_ext.simulation.spec import parse
 from vllm_ext.simulation.workloads.build import GeneratedWorkload, build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -151,13 +151,15 @@ def _backend(args: argparse.Namespace, folder: Path) -> Backend:
     if args.clock == "wall":
         return Here(args.model, args.passed, folder)
     cost = spec_flags.given(args, _COST)
-    cost |= {"kind": "fitted"} if "file" in cost else {}
-    return Clocked(args.model, args.passed, folder, _hardware(args), parse(CostSpec, cost), args.step_noise)
+    costs, hardware = parse(CostSpec, cost | ({"kind": "fitted"} if "file" in cost else {})), _hardware(args)
+    args.cost_notes = notes(hardware if spec_flags.given(args, _HARDWARE) else None, costs)
+    return Clocked(args.model, args.passed, folder, hardware, costs, args.step_noise)
 
 
 def _notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
     if args.clock == "engine":
         yield f"by the engine's clock: {_costs(args)}; tokens are computed, how long a step takes is said by the model"
+        yield from args.cost_notes
     elif not args.url and found.foreign_cores > _QUIET:
         yield f"others kept up to {found.foreign_cores:.1f} cores busy: repeat it where nobody else computes"
 
@@ -270,5 +272,6 @@ def _parser(passed: list[str]) -> Parser:
     clock.add_argument("--step-noise", type=_SHARE, default=0.05, metavar="SHARE",
                        help="how far steps are off what the model says, at random (default: 0.05)")  # fmt: skip
     clock.add_argument("--profile", dest=f"{_COST}file", metavar="FILE", help="of `vllm-ext profile`")
+    parser.flag_of[f"{_COST}file"] = "--profile"
     common_flags.add(parser, "out", "json", "html")
     return parser

@@ -64,13 +64,14 @@ def _profile(args: argparse.Namespace) -> int:
 
     from vllm_ext.step_time.fit import fit
     from vllm_ext.step_time.profile import Profile, default_path, engine_key, save
-    from vllm_ext.step_time.step_record import profile_of
+    from vllm_ext.step_time.step_record import Record
 
     if args.steps is not None:
-        profile = profile_of(args.steps)
+        record = Record.read(args.steps)
+        profile = record.profile()
         path = args.out or default_path(profile.key)
         save(profile, path)
-        print(report(profile), path, sep="\n")
+        print(report(profile), *record.notes(), path, sep="\n")
         return 0
     if args.rounds < 1:
         raise UsageError(f"--rounds={args.rounds}: must be at least 1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,11 +122,26 @@ def changes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def base_spec(args: argparse.Namespace) -> SimulationSpec:
+    """Return what `described` does, and say what a reader should know of its step times."""
+    spec = described(args)
+    if not args.print_spec:
+        say_costs(spec)
+    return spec
+
+
+def described(args: argparse.Namespace) -> SimulationSpec:
     """Return the description of ``--spec`` with what the flags set; the systems are left to the caller."""
     from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
 
     spec = SimulationSpec() if args.spec is None else parse(SimulationSpec, read_json(args.spec, "--spec"))
     return with_values(spec, changes(args))
+
+
+def say_costs(spec: SimulationSpec) -> None:
+    """Print on stderr what a reader should know of the step times, if a file tells them."""
+    from vllm_ext.simulation.cost.spec import notes
+
+    print(*(f"{note}\n" for note in notes(spec.hardware, spec.cost)), sep="", end="", file=sys.stderr)
 
 
 def systems_of(args: argparse.Namespace, spec: SimulationSpec) -> list[str]:

@@ -48,6 +48,7 @@ def _main(args: argparse.Namespace) -> int:
     if args.print_spec:
         print(described)
         return 0
+    spec_flags.say_costs(sweep.base)
     need("vllm")
     num_points = len(grid.expand(sweep))  # a wrong sweep is refused before anything is written, as is a missing file:
     workload = build(sweep.base.workload)
@@ -169,7 +170,7 @@ def _sweep(args: argparse.Namespace) -> SweepSpec:
     if args.sweep is not None and args.spec is not None:
         raise UsageError(f"--spec {args.spec}: must not be used with --sweep, which has a base of its own")
     start = SweepSpec() if args.sweep is None else read(args.sweep, "--sweep")
-    base = spec_flags.base_spec(args) if args.sweep is None else with_values(start.base, flags)
+    base = spec_flags.described(args) if args.sweep is None else with_values(start.base, flags)
     axes = {**start.axes, **_axes(args.axis)}
     if args.systems is not None:
         systems = spec_flags.systems_of(args, base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -77,6 +78,11 @@ class Tuned(_Part):
     settings: Settings
     measured: Measured
     expected: tuple[Expected, ...] = Field(strict=False)
+
+
+def is_device(name: str, named: str) -> bool:
+    """Whether a device's own name is one that the simulator's table calls ``named``; numbers of one may be any."""
+    return "=" in named or re.search(rf"{named.partition('-')[0]}(?!\d)", name, re.IGNORECASE) is not None
 
 
 def save(tuned: Tuned, path: Path) -> None:

@@ -16,8 +16,10 @@ from vllm_ext.config import ConfigError
 from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.cost.roofline import Roofline
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build, build_link
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build, build_link, notes
 from vllm_ext.simulation.cost.step_shape import StepShape
+from vllm_ext.step_time.fit import TermSupport
+from vllm_ext.step_time.profile import Profile, save
 
 SHAPE = StepShape.of_decodes(7, 1000).plus(StepShape.of_chunk(513))
 
@@ -145,3 +147,48 @@ def test_the_link_has_the_devices_rate_or_the_one_given() -> None:
         link = build_link(HardwareSpec(device="a100-40").resolve(), cost)
         link.submit(0.0, Direction.TO_HOST, 25 * 10**9)
         assert link.next_end_s() == pytest.approx(end)
+
+
+def profile(folder: Path, **fields: Any) -> CostSpec:
+    of = {"model": "facebook/opt-125m", "device": "NVIDIA GeForce GTX 1080", "tensor_parallel_size": 4, **fields}
+    terms = [("base_s", 90, 0.01), ("pair_s", 0, 1.0), ("decode_s", 90, 0.3)]
+    found = Profile(
+        vllm_version="0.11.0", coefficients=(1e-3, 2e-5, 3e-5, 4e-8, 5e-10), num_steps=300, median_error=0.728,
+        p90_error=2.0, terms=tuple(TermSupport(name=name, num_steps=n, uncertainty=u) for name, n, u in terms), **of,
+    )  # fmt: skip
+    save(found, folder / "rd.json")
+    return CostSpec(kind="fitted", file=str(folder / "rd.json"))
+
+
+def test_a_file_of_another_server_its_errors_and_what_it_lacks_are_told(tmp_path: Path) -> None:
+    """Such a file was used without a word, with an error of 73 %."""
+    about, differs = notes(HardwareSpec(model="opt-13b", device="a100-40"), profile(tmp_path))
+    assert about == (
+        "step times of rd.json: 300 steps of facebook/opt-125m on NVIDIA GeForce GTX 1080, vLLM 0.11.0, "
+        "tensor-parallel size 4; error over steps held out 72.8% in the median, 200.0% in the P90; "
+        "no steps tell pair_s: defaults are taken; too few or too like steps tell decode_s"
+    )
+    assert differs == (
+        "step times of rd.json are of another server than is simulated: model facebook/opt-125m, not opt-13b; "
+        "device NVIDIA GeForce GTX 1080, not a100-40; tensor-parallel size 4, not 1"
+    )
+
+
+@pytest.mark.parametrize(("model", "named"), [
+    ("facebook/opt-13b", "opt-13b"),
+    ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+    ("/models/opt-13b/", "opt-13b"),
+])  # fmt: skip
+def test_the_server_that_is_simulated_is_known_by_its_names(tmp_path: Path, model: str, named: str) -> None:
+    cost = profile(tmp_path, model=model, device="NVIDIA A100-SXM4-40GB", tensor_parallel_size=2)
+    assert len(notes(HardwareSpec(model=named, device="a100-40", tensor_parallel=2), cost)) == 1
+    assert len(notes(HardwareSpec(model=named, device="a100-40"), cost)) == 2
+    assert len(notes(None, cost)) == 1
+    assert notes(HardwareSpec(), CostSpec()) == []
+
+
+def test_a_cost_file_without_a_name_of_its_server_says_how_far_it_is_off(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    Fitted(StepCurve(base_s=0.1)).save(path)
+    cost = CostSpec(kind="fitted", file=str(path))
+    assert notes(HardwareSpec(), cost) == ["step times of cost.json: nothing is known of its fit"]

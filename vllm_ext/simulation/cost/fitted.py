@@ -19,8 +19,8 @@ from vllm_ext.config.model import first_problem
 from vllm_ext.files import replaced
 from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.step_time import profile as profiles
-from vllm_ext.step_time import step_record
 from vllm_ext.step_time.least_squares import FOLDS, checked, robust
+from vllm_ext.step_time.step_record import Record, is_record
 
 FORMAT: Literal["vllm-ext step cost 1"] = "vllm-ext step cost 1"
 _SHORTEST_S = 1e-6
@@ -103,6 +103,10 @@ class Fitted:
     def __init__(self, curve: StepCurve, quality: FitQuality | None = None, host_step_s: float = 0.0) -> None:
         self.curve = curve
         self.quality = quality
+        self.engine = profiles.EngineKey()
+        """What was measured, as far as it is known."""
+        self.notes: list[str] = []
+        """What is wrong with the measurement, a part of a line each."""
         self._host_step_s = host_step_s
         at_knot = [curve.base_s]
         for low, high, slope in zip(curve.knots, curve.knots[1:], curve.slopes, strict=False):
@@ -162,7 +166,13 @@ class Fitted:
             p90_error=profile.p90_error,
             source=f"{profile.model} on {profile.device}, vLLM {profile.vllm_version}",
         )
-        return cls(curve, quality, host_step_s)
+        made = cls(curve, quality, host_step_s)
+        made.engine = profile.key
+        absent = [term.name for term in profile.terms if not term.num_steps]
+        unsure = [term.name for term in profile.terms if term.num_steps and not term.determined]
+        made.notes += [f"no steps tell {', '.join(absent)}: defaults are taken"] if absent else []
+        made.notes += [f"too few or too like steps tell {', '.join(unsure)}"] if unsure else []
+        return made
 
     def save(self, path: Path) -> None:
         """Write curve and quality atomically; a file that is there is replaced whole or left alone.
@@ -183,8 +193,11 @@ class Fitted:
         """
         try:
             text = path.read_text(encoding="utf-8")
-            if step_record.is_record(text):
-                return cls.from_profile(step_record.profile_of(path), host_step_s)
+            if is_record(text):
+                record = Record.read(path)
+                made = cls.from_profile(record.profile(), host_step_s)
+                made.notes += record.notes()
+                return made
             raw: Any = json.loads(text)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: damaged, not a JSON file ({error})") from error

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.model import Flag
+from vllm_ext.config.tuned import is_device
 from vllm_ext.simulation.cost.devices import Device, find_device
 from vllm_ext.simulation.cost.fitted import Fitted
 from vllm_ext.simulation.cost.link import TransferLink
@@ -17,6 +18,7 @@ from vllm_ext.simulation.cost.model_shape import ModelShape
 from vllm_ext.simulation.cost.models import find_model
 from vllm_ext.simulation.cost.roofline import Roofline
 from vllm_ext.simulation.cost.step_shape import CostModel
+from vllm_ext.step_time.profile import EngineKey
 
 _RUNTIME_BYTES = 512 << 20
 """CUDA context, libraries' workspaces and CUDA graphs of one device: vLLM's start-up log shows some 0.3 to 0.8 GiB."""
@@ -189,10 +191,7 @@ def build(hardware: Hardware, cost: CostSpec) -> CostModel:
     if cost.kind == "constant":
         return Fitted.constant(cost.step_s, cost.host_step_s)
     if cost.file is not None:
-        try:
-            return Fitted.load(Path(cost.file), cost.host_step_s)
-        except (OSError, ValueError) as error:
-            raise ConfigError("cost.file", cost.file, str(error), root="") from error
+        return _read(cost.file, cost.host_step_s)
     return Roofline(
         hardware.model,
         cost.apply(hardware.device),
@@ -201,6 +200,55 @@ def build(hardware: Hardware, cost: CostSpec) -> CostModel:
         host_base_s=cost.host_base_s,
         host_per_request_s=cost.host_per_request_s,
     )
+
+
+def notes(hardware: HardwareSpec | None, cost: CostSpec) -> list[str]:
+    """Return what a reader should know of step times that a file tells, a line each; none without a file.
+
+    Args:
+        hardware: What is simulated; None: whatever was measured.
+        cost: With the file.
+
+    Raises:
+        ConfigError: It can't be read, or is damaged.
+    """
+    if cost.file is None:
+        return []
+    found = _read(cost.file, cost.host_step_s)
+    engine, quality, name = found.engine, found.quality, Path(cost.file).name
+    about = ["nothing is known of its fit"]
+    if quality is not None:
+        split = f", tensor-parallel size {engine.tensor_parallel_size}" if engine.tensor_parallel_size > 1 else ""
+        about = [
+            f"{quality.num_steps} steps of {quality.source or 'an engine that it does not name'}{split}",
+            f"error over steps held out {quality.median_error:.1%} in the median, {quality.p90_error:.1%} in the P90",
+        ]
+    lines = [f"step times of {name}: {'; '.join([*about, *found.notes])}"]
+    if hardware is not None and (differences := _differences(hardware, engine)):
+        lines.append(f"step times of {name} are of another server than is simulated: {differences}")
+    return lines
+
+
+def _differences(hardware: HardwareSpec, measured: EngineKey) -> str:
+    """Return in what a server differs from the one measured, where both are known: a name may be part of the other."""
+    if not measured.model:
+        return ""
+    names = [name.rstrip("/").rpartition("/")[2].lower() for name in (measured.model, hardware.model)]
+    split = hardware.tensor_parallel
+    pairs = {
+        "model": (names[0] in names[1] or names[1] in names[0], measured.model, hardware.model),
+        "device": (hardware.device == "cpu" or is_device(measured.device, hardware.device), measured.device,
+                   hardware.device),
+        "tensor-parallel size": (measured.tensor_parallel_size == split, measured.tensor_parallel_size, split),
+    }  # fmt: skip
+    return "; ".join(f"{what} {was}, not {now}" for what, (same, was, now) in pairs.items() if not same)
+
+
+def _read(file: str, host_step_s: float) -> Fitted:
+    try:
+        return Fitted.load(Path(file), host_step_s)
+    except (OSError, ValueError) as error:
+        raise ConfigError("cost.file", file, str(error), root="") from error
 
 
 def build_link(hardware: Hardware, cost: CostSpec) -> TransferLink:
