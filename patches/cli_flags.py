@@ -44,10 +44,12 @@ def _refuse_in_one_line(parser: argparse.ArgumentParser) -> None:
     """Have the parser refuse options of ours that are not allowed, before anything is started."""
     parse = parser.parse_known_args
 
-    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+        from vllm_ext.launch import tuned
         from vllm_ext.launch.arguments import refused_arguments
 
-        found, rest = parse(*args, **kwargs)
+        found, rest = parse(args, namespace)
+        tuned.note_given(found, lambda again: parse(args, again))
         problem = refused_arguments(found, serves=parser.prog.endswith("serve"))
         if problem is not None:
             parser.exit(2, f"{parser.prog}: {' '.join(problem.split())}\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -187,6 +187,12 @@ class ExtConfig(Options):
 
     tuned: Annotated[Text | None, Flag("--ext-tuned", metavar="FILE")] = None
     """Settings that `vllm-ext plan --save` found for this model on this device. What is given by hand wins."""
+
+    tuned_except: tuple[Literal["max_num_batched_tokens", "max_num_seqs", "watermark", "kv_cache_dtype"], ...] = Field(
+        default=(), strict=False
+    )
+    """Settings of the ``tuned`` file that are not applied. A command line need not say it; ``LLM(...)`` must, to keep
+    one of these at vLLM's default."""
 
     seed: int = Field(default=0, ge=0)
     """Of the random numbers that policies draw."""
