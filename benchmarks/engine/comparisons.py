@@ -5,14 +5,15 @@ Question: with the real engine, who meets more objectives, who preempts less, an
 Method: each comparison is a command line of `vllm-ext compare` (docs/comparing.md): the same requests for all servers,
 the baseline twice, intervals from a paired bootstrap. *objectives* and *memory* go by the engine's clock: vLLM's
 engine, its block tables and our plugin serve a tiny model on the CPU, and a step takes what the cost model says of
-OPT-13B on an A100 with 40 GB, with as many KV blocks as fit there. *conversations* and *swapping* (what becomes of KV
-that is preempted; ALISE, figure 8) go by the wall clock, with `vllm serve` on this machine, because copies of KV cost
-what they cost here: run them where nobody else computes. What is printed is what `vllm-ext compare` prints, and beside
-it which goals were met.
+OPT-13B on an A100 with 40 GB, with as many KV blocks as fit there. So do *conversations*, where copies of KV take no
+time by that clock: what is found is as it is, and latencies show the most that it can bring. *swapping* (what becomes
+of KV that is preempted; ALISE, figure 8) goes by the wall clock, with `vllm serve` on this machine, because there
+copies cost what they cost: run it where nobody else computes. What is printed is what `vllm-ext compare` prints, and
+beside it which goals were met.
 
     python benchmarks/engine/comparisons.py memory --quick
     python benchmarks/engine/comparisons.py objectives --out benchmarks/results/compare_objectives.json
-    OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/engine/comparisons.py conversations
+    OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/engine/comparisons.py swapping
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ GAPS, PREEMPTIONS, CACHED = "P99 longest gap", "preemptions", "cached"
 BLOCK = 32
 BLOCKS = HARDWARE.resolve().num_kv_blocks(BLOCK, max_num_batched_tokens=2048, max_num_seqs=256)
 _ENGINE = f"--dtype float32 --enforce-eager --block-size {BLOCK} --kv-cache-memory-bytes 1073741824"
+TIER_GIB = round(2 * BLOCKS * BLOCK * 2048 / 2**30, 3)
+"""Host memory for twice as many tokens as the device has, of the tiny model's KV: 2 KiB a token."""
 _CLOCK = ("--clock", "engine", "--model-costs", HARDWARE.model, "--device", HARDWARE.device)
 
 
@@ -190,16 +193,15 @@ COMPARISONS: Mapping[str, Comparison] = {
     ),
     "conversations": Comparison(
         servers={
-            "LRU, early": "--scheduler-cls fcfs --kv-tier-gib 0.1 "
+            "LRU, early": f"--scheduler-cls fcfs --kv-tier-gib {TIER_GIB} "
             + _options(kv_tier={"policy": "lru", "store": "early"}),
-            "pensieve": "--scheduler-cls pensieve --kv-tier-gib 0.1",
+            "pensieve": f"--scheduler-cls pensieve --kv-tier-gib {TIER_GIB}",
             # Half the bytes: records of 8 bits take half of what KV in bf16 takes, and a quarter of that in fp32.
-            "pensieve, 8 bits": "--scheduler-cls pensieve --kv-tier-gib 0.05 --kv-tier-bits 8",
+            "pensieve, 8 bits": f"--scheduler-cls pensieve --kv-tier-gib {TIER_GIB / 2} --kv-tier-bits 8",
         },
-        engine=f"{_model(layers=8, kv_heads=4)} --max-model-len 2048 --max-num-seqs 24 --num-gpu-blocks-override 128",
-        workload={"source": "pensieve-sharegpt", "min_turns": 5, "max_turns": 10, "think_s": 6.0, "scale_prompt": 0.35,
-                  "scale_output": 0.35},
-        given=("--loads", "0.7", "--requests", "40", "--budget-minutes", "40"),
+        engine=f"--max-model-len 2048 --max-num-batched-tokens 2048 --num-gpu-blocks-override {BLOCKS}",
+        workload={"source": "pensieve-sharegpt", "min_turns": 3, "max_turns": 10, "think_s": 20.0},
+        given=(*_CLOCK, "--loads", "0.7,0.9", "--requests", "100", "--budget-minutes", "60", "--precision", "0.1"),
         columns={CACHED: "share of prompts in cache", MEAN: "mean e2e, s", P99: "P99 e2e, s",
                  "mean TTFT": "mean TTFT, s", "P90 TTFT": "P90 TTFT, s"},
         goals=(
