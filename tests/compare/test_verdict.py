@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.paper_servers import Paper
 from vllm_ext.compare import rounds
-from vllm_ext.compare.observed import MEAN, MEASURES, P99, Observed, measured
+from vllm_ext.compare.observed import MEAN, MEASURES, P99, Observed, measured, pooled
 from vllm_ext.compare.rounds import Asked, Cells, Found, compare
 from vllm_ext.compare.servers import Row
 from vllm_ext.compare.verdict import Verdict, noise, ratio, who_pays
@@ -34,6 +34,15 @@ def test_twice_as_fast_is_two_whatever_is_drawn() -> None:
     base = [1.0 + n % 7 for n in range(80)]
     found = ratio(MEASURES[MEAN], [run_of([one / 2 for one in base])], [run_of(base)])
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_repeats_are_pooled_but_goodput_is_that_of_a_run() -> None:
+    """Each of which begins at 0: together they would have served as many requests in a fraction of the time."""
+    runs = [run_of([1.0] * 8, on_time=[1.0] * 8), run_of([3.0] * 8, on_time=[1.0, 0.0] * 4)]
+    found = pooled(runs)
+    assert (found["mean e2e"], found["on time"]) == (2.0, 0.75)
+    assert found["goodput"] == pytest.approx((8 / 8 + 4 / 10) / 2)
+    assert "goodput" not in pooled([run_of([1.0] * 8)])
 
 
 def test_a_share_that_is_larger_is_better() -> None:

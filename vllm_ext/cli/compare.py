@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need
-from vllm_ext.compare.observed import Observed, measured
+from vllm_ext.compare.observed import pooled
 from vllm_ext.compare.rounds import Asked, Cells, Found, NoAnswer, compare
 from vllm_ext.compare.servers import Backend, Clocked, Here, Row, There
 from vllm_ext.compare.shown import COUNTED, Shown
@@ -178,7 +178,7 @@ def _result(args: argparse.Namespace, shown: Shown, made: GeneratedWorkload) -> 
     asked, found = shown.asked, shown.found
     flat: dict[str, dict[str, float]] = {}
     for (name, load), runs in found.runs.items():
-        values = measured(Observed.joined([*runs.values()]))
+        values = pooled([*runs.values()])
         counts = {key: shown.counted(name, load, key) for key in COUNTED}
         values |= {key: count for key, count in counts.items() if count is not None}
         flat.setdefault(name, {}).update({f"load_{load:g}.{key}": value for key, value in values.items()})

@@ -62,7 +62,7 @@ class Measure:
     """Whether more is better."""
 
 
-MEAN, P99, ON_TIME = "mean e2e", "P99 e2e", "on time"
+MEAN, P99, ON_TIME, GOODPUT = "mean e2e", "P99 e2e", "on time", "goodput"
 MEASURES: Mapping[str, Measure] = {
     one.name: one
     for one in (
@@ -75,7 +75,7 @@ MEASURES: Mapping[str, Measure] = {
         Measure("P99 longest gap", lambda run: float(np.percentile(run.longest_gap_s, 99))),
         Measure("mean normalised", lambda run: float(run.normalised_s.mean())),
         Measure(ON_TIME, lambda run: float(run.on_time.mean()), higher=True),
-        Measure("goodput", lambda run: float(run.on_time.sum() / _span_s(run)), higher=True),
+        Measure(GOODPUT, lambda run: float(run.on_time.sum() / _span_s(run)), higher=True),
     )
 }
 
@@ -91,6 +91,14 @@ def measured(run: Observed) -> dict[str, float]:
         for name, one in MEASURES.items()
         if has_objectives or not one.higher
     }
+
+
+def pooled(runs: Sequence[Observed]) -> dict[str, float]:
+    """Return the measures of the requests of several runs; of what is counted by time the mean, as each has its own."""
+    found = measured(Observed.joined(runs))
+    if GOODPUT in found:
+        found[GOODPUT] = float(np.mean([measured(run).get(GOODPUT, 0.0) for run in runs]))
+    return found
 
 
 def _span_s(run: Observed) -> float:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_ext.compare.observed import MEAN, ON_TIME, P99, Observed, measured
+from vllm_ext.compare.observed import MEAN, ON_TIME, P99, Observed, pooled
 from vllm_ext.compare.rounds import Asked, Found
 from vllm_ext.compare.verdict import Verdict, who_pays
 from vllm_ext.report import page, plots
@@ -75,11 +75,10 @@ class Shown:
         for load in self.asked.loads:
             for row in self.asked.rows:
                 if runs := self._runs(row.name, load):
-                    joined = Observed.joined(runs)
-                    values = measured(joined)
+                    values, failed = pooled(runs), sum(run.failed for run in runs)
                     shown = [values.get(name) for name in columns]
                     counted = [self.counted(row.name, load, name) for name in COUNTED]
-                    rows.append([load, row.name, len(runs), joined.failed, *counted, *shown])
+                    rows.append([load, row.name, len(runs), failed, *counted, *shown])
         title = f"load 1 is {self.found.rate_per_s:.4g} {self.asked.unit}/s; latencies in seconds"
         return Table(["load", "server", "repeats", "failed", *COUNTED.values(), *columns], rows, title=title)
 
@@ -209,7 +208,7 @@ class Shown:
     def _lines(self) -> list[plots.Series]:
         series = []
         for row in self.asked.rows:
-            means = {load: measured(Observed.joined(runs)).get(MEAN, float("nan"))
+            means = {load: pooled(runs).get(MEAN, float("nan"))
                      for load in self.asked.loads if (runs := self._runs(row.name, load))}  # fmt: skip
             over = {one.load: one.ratio for one in self.verdicts if (one.server, one.measure) == (row.name, MEAN)}
             banded = means and all(load in over for load in means)
