@@ -67,7 +67,7 @@ def compared(ours: Metrics, base: Metrics, metric: str) -> Ratio | Points:
     if len(found) < MIN_SEEDS:
         return Points(value, -100.0, 100.0)
     middle, half = mean(found), half_width(found)
-    return Points(value, middle - half, middle + half)
+    return Points(value, max(-100.0, middle - half), min(100.0, middle + half))
 
 
 def _windows(ours: Metrics, base: Metrics, metric: str) -> Iterator[str]:
