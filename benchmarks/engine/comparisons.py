@@ -201,7 +201,7 @@ COMPARISONS: Mapping[str, Comparison] = {
         },
         engine=f"--max-model-len 2048 --max-num-batched-tokens 2048 --num-gpu-blocks-override {BLOCKS}",
         workload={"source": "pensieve-sharegpt", "min_turns": 3, "max_turns": 10, "think_s": 20.0},
-        given=(*_CLOCK, "--loads", "0.7,0.9", "--requests", "100", "--budget-minutes", "60", "--precision", "0.1"),
+        given=(*_CLOCK, "--loads", "0.8", "--requests", "40", "--budget-minutes", "60", "--precision", "0.1"),
         columns={CACHED: "share of prompts in cache", MEAN: "mean e2e, s", P99: "P99 e2e, s",
                  "mean TTFT": "mean TTFT, s", "P90 TTFT": "P90 TTFT, s"},
         goals=(
