@@ -79,10 +79,7 @@ class PolicySwitch:
         return {**settings.model_dump(), "max_num_batched_tokens": self._engine.max_num_scheduled_tokens}
 
     def bounded(self, slo: Slo) -> Slo:
-        """Return a request's objectives, none of them below a bound that was raised.
-
-        Below those of the start the front end lets no request ask, and what is the server's own stays as it is.
-        """
+        """Return a request's objectives, none below a bound that was raised; the front end keeps those of the start."""
         now, start = self.settings, self.started
         raised = {
             name: getattr(now, one) / _MS for one, name in _BOUNDS.items() if getattr(now, one) > getattr(start, one)
