@@ -27,20 +27,18 @@ class Headline(NamedTuple):
 
 def preemptions(root: Path) -> Headline:
     """`past-future` under little KV memory, against vLLM with its watermark, the best of vLLM's rows."""
-    result = Result(root, "engine_compare_memory.json")
-    rows = ("past-future", "upstream-watermark", "upstream-fcfs", "fcfs")
-    ours, reserved, stock, same = (result.value(row, "load_2.preemptions") for row in rows)
-    result.check_ranks(reserved - ours, abs(same - stock))
-    longer = result.value(rows[0], "load_2.output_steps") / result.value(rows[1], "load_2.output_steps") - 1
-    share, repeats = result.setting("systems")[rows[1]]["watermark"], int(result.setting("repeats"))
+    result, load = Result(root, "compare_memory.json"), "load_2"
+    names = ("past-future", "vLLM, watermark 5 %", "upstream", "upstream, again")
+    ours, reserved, stock, again = (result.compared(name, f"{load}.preemptions") for name in names)
+    result.check_ranks(reserved - ours, abs(again - stock))
+    longer = result.compared(names[0], f"{load}.mean e2e") / result.compared(names[1], f"{load}.mean e2e")
     return Headline(
         result=result,
-        measured=f"preemptions of {result.value(rows[0], 'load_2.requests'):.0f} requests, KV memory full",
+        measured=f"preemptions of {result.setting('requests_per_run')} requests, KV memory full (engine's clock)",
         ours=f"**{ours:g}** (`past-future`)",
-        baseline=f"{reserved:g} (vLLM, `--watermark {share:g}`)",
-        note=f"`past-future` needed {100 * longer:.1f} % more steps than that. vLLM without a watermark had {stock:g} "
-        f"preemptions. A/A pair: our `fcfs` and vLLM's differ by {abs(same - stock):g}. "
-        f"{'One repeat' if repeats == 1 else f'Medians of {repeats} repeats'}.",
+        baseline=f"{reserved:g} (vLLM, `--watermark 0.05`), {stock:g} (vLLM)",
+        note=f"Mean end-to-end latency {longer:.2f} times that of vLLM with a watermark. A/A pair: vLLM twice differs "
+        f"by {abs(again - stock):g} preemptions.",
     )
 
 
@@ -105,35 +103,5 @@ def order(root: Path) -> Headline:
     )
 
 
-def latency(root: Path) -> str:
-    """Say why the mean latency near saturation is no headline."""
-    result = Result(root, "engine_compare.json")
-    ours, same = (result.value(row, "load_0.9.normalised_latency_mean_ratio") for row in ("alise", "fcfs"))
-    _check_still_none(result, "alise", abs(math.log(ours)), abs(math.log(same)))
-    return (
-        f"Not a headline: at 0.9 of capacity `alise` had {ours:.2f} times vLLM's mean latency. The A/A pair of that "
-        f"run, vLLM and our `fcfs`, differs by a factor of {max(same, 1 / same):.2f}."
-    )
-
-
-def objectives(root: Path) -> str:
-    """Say why the share of requests that met all objectives is no headline."""
-    result = Result(root, "engine_compare_slo.json")
-    rows = ("accelgen", "fcfs", "upstream-fcfs", *result.data["baselines"])
-    ours, same, stock, *vllm = (result.value(row, "load_1.2.slo_attainment_fraction") for row in rows)
-    _check_still_none(result, "accelgen", ours - max(vllm), abs(stock - same))
-    return (
-        f"Not a headline: with `accelgen` {100 * ours:.1f} % of the requests met all objectives, and with vLLM's best "
-        f"setting {100 * max(vllm):.1f} %. The A/A pair of that run differs by {100 * abs(stock - same):.0f} points."
-    )
-
-
-def _check_still_none(result: Result, system: str, effect: float, noise: float) -> None:
-    if effect > noise:
-        raise Unshown(f"{RESULTS / result.name} ranks {system} now: make it a headline in scripts/headlines.py")
-
-
 HEADLINES = (order, preemptions, step_cost)
 """The lines of the README's table."""
-NOT_HEADLINES = (latency, objectives)
-"""Results that readers look for, of runs that can't rank them or have not the baseline that counts."""

@@ -17,7 +17,7 @@ import re
 import sys
 from pathlib import Path
 
-from headlines import HEADLINES, NOT_HEADLINES
+from headlines import HEADLINES
 from result_file import Result, Unshown
 from result_tables import TABLES, claims
 
@@ -43,7 +43,6 @@ def readme_block(root: Path) -> str:
         for i, line in enumerate(shown, 1)
     ]
     notes = [f"{i}. {line.note}\n" for i, line in enumerate(shown, 1)]
-    notes += [f"- {reason(root)}\n" for reason in NOT_HEADLINES]
     commands = dict.fromkeys(f"    {line.result.command}\n" for line in shown)
     header = ["", "measured", "vllm-ext", "baseline", "machine", "commit"]
     return "".join([Table(header, rows).markdown(), "\n", *notes, "\n", *commands])

@@ -61,6 +61,20 @@ class Result:
             )
         return float(found)
 
+    def compared(self, server: str, metric: str) -> float:
+        """Return a metric of a server in a result of `vllm-ext compare`, whose first but the baseline has the metrics.
+
+        Raises:
+            Unshown: the file does not have it.
+        """
+        names = [*self.setting("servers")]
+        values = self.metrics if names.index(server) == 2 else self.data["baselines"].get(server, {})
+        if not isinstance(found := values.get(metric), int | float):
+            raise Unshown(
+                f"{RESULTS / self.name} has no metric {metric!r} of {server!r}: measure it again ({self.command})"
+            )
+        return float(found)
+
     def setting(self, name: str) -> Any:
         """Return an entry of the configuration.
 

@@ -12,115 +12,12 @@ from result_file import Result
 from vllm_ext.report.provenance import RESULTS
 from vllm_ext.report.table import Table
 
-Columns = Mapping[str, tuple[str, Callable[[float], str]]]
-"""Header -> metric, and how its value is written."""
-_BASELINES = {"upstream-fcfs": "vLLM", "upstream-priority": "vLLM, priorities",
-              "upstream-watermark": "vLLM, watermark 5 %",
-              "upstream-chunked": "vLLM, steps of 256 tokens", "fcfs": "our `fcfs`"}  # fmt: skip
-_CHATS = {"stateless": "vLLM, no prefix caching", "prefix-cache": "vLLM", "tier-lru": "LRU, early",
-          "tier-arc": "ARC, early", "tier-retention": "retention value, early",
-          "tier-retention-8": "retention value, early, 8 bits", "pensieve": "`pensieve` with gaps",
-          "pensieve-8": "`pensieve` with gaps, 8 bits"}  # fmt: skip
 _ABLATION = {"gaps, leading": "gaps, leading ends first", "no gaps, retention": "no gaps, retention value: `pensieve`",
              "no gaps, tail": "no gaps, tails", "no gaps, lru": "no gaps, LRU"}  # fmt: skip
-_KEPT = {"alise-published:defer": "Defer", "alise-published:recompute": "Recompute",
-         "alise-published:swap-8-ahead": "host memory, 8 bits, `store: ahead`",
-         "alise-published:in-place-10": "records, a tenth of the memory",
-         "alise-published:in-place-20": "records, a fifth"}  # fmt: skip
-"""Rows of engine_compare, multi_turn and kv_ablation that are not called what --scheduler-cls takes."""
+_COMPARED = ("objectives", "memory")
+"""Of `benchmarks/engine/comparisons.py`."""
 _PUBLIC = ("vllm#17885", "vllm#52906", "inference-sim#339")
 """Measurements of others."""
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.0f} %"
-
-
-def _fixed(digits: int, scale: float = 1.0) -> Callable[[float], str]:
-    return lambda value: f"{scale * value:.{digits}f}"
-
-
-_plain = "{:g}".format
-_seconds = _fixed(1, 1e-3)
-_HISTORIES: Columns = {"found on device": ("device_hit_share", _share),
-                       "found in host memory": ("host_hit_share", _share),
-                       "computed again": ("recomputed_share", _share)}  # fmt: skip
-
-
-def _cells(result: Result, row: str, at: str, columns: Columns) -> list[str]:
-    return [write(result.value(row, f"{at}.{metric}")) for metric, write in columns.values()]
-
-
-def latency(root: Path) -> str:
-    """Mean normalised latency by load and system, and over vLLM's."""
-    result, mean = Result(root, "engine_compare.json"), "normalised_latency_mean"
-
-    def cell(system: str, at: str) -> str:
-        value = f"{result.value(system, f'{at}.{mean}_ms_per_token'):.3g}"
-        return value if system == "upstream-fcfs" else f"{value} ({result.value(system, f'{at}.{mean}_ratio'):.2f})"
-
-    systems = list(result.setting("systems"))
-    loads = sorted(result.setting("loads"))
-    rows = [[f"{load:g}", *(cell(system, f"load_{load:g}") for system in systems)] for load in loads]
-    return Table(["load", *(_BASELINES.get(one, f"`{one}`") for one in systems)], rows).markdown()
-
-
-def by_system(root: Path, *, name: str, at: str, columns: Columns, first: str = "", ratio: str = "") -> str:
-    """Return a row for each system at one load; ``ratio`` is 1 of vLLM, and has its extremes where others are named."""
-    result, rows = Result(root, name), []
-    for row in result.setting("systems"):
-        cells = []
-        for metric, write in columns.values():
-            key = f"{at}.{metric}"
-            text = "1" if metric == ratio and row == "upstream-fcfs" else write(result.value(row, key))
-            if metric == ratio and row in _KEPT:
-                text += " ({} to {})".format(*(write(result.value(row, f"{key}_{end}")) for end in ("min", "max")))
-            cells.append(text)
-        rows.append([{**_BASELINES, **_KEPT}.get(row, f"`{row}`"), *cells])
-    return Table([first, *columns], rows).markdown()
-
-
-_OBJECTIVES: Columns = {
-    "met all objectives": ("slo_attainment_fraction", _share), "TTFT met": ("slo_ttft_attainment_fraction", _share),
-    "every TBT met": ("slo_tbt_attainment_fraction", _share),
-    "requests/s in time": ("goodput_requests_per_s", _fixed(1)),
-    "P99 of gap over TBT objective": ("tbt_p99_over_slo", _fixed(2)),
-    "output tokens/s over vLLM's": ("throughput_tokens_ratio", _fixed(2)),
-}  # fmt: skip
-_MEMORY: Columns = {"preemptions": ("preemptions", _plain), "steps": ("output_steps", _plain),
-                    "met all objectives": ("slo_attainment_fraction", _share)}  # fmt: skip
-_IN_PLACE: Columns = {
-    "mean ms per output token": ("normalised_latency_mean_ms_per_token", _fixed(0)),
-    "over vLLM's": ("normalised_latency_mean_ratio", _fixed(2)), "mean end-to-end, s": ("e2e_mean_ms", _seconds),
-    "P99, s": ("e2e_p99_ms", _seconds), "mean TTFT, s": ("ttft_mean_ms", _seconds),
-    "preemptions": ("preemptions", _fixed(0)),
-}  # fmt: skip
-_TURNS: Columns = {"P90, ms per output token": ("normalised_latency_p90_ms_per_token", _fixed(1)),
-                   "TTFT of later turns, ms": ("ttft_later_mean_ms", _fixed(0)), **_HISTORIES}  # fmt: skip
-
-
-def conversations(root: Path) -> str:
-    """Rate sustained, latency, and where histories came from."""
-    result, rows = Result(root, "multi_turn.json"), []
-    for row in result.setting("rows"):
-        rate = "0.62" if row == "stateless" else "0.84"
-        sustained = f"{result.value(row, 'sustained_conversations_per_s'):.2f}"
-        bound = result.value(row, "sustained_conversations_per_s_is_lower_bound", default=0.0)
-        name = _CHATS[row] + (f" (at {rate}/s)" if rate != "0.84" else "")
-        rows.append([name, f"> {sustained}" if bound else sustained, *_cells(result, row, f"rate_{rate}", _TURNS)])
-    return Table(["", "sustained, conversations/s", *_TURNS], rows).markdown()
-
-
-def sizes(root: Path) -> str:
-    """Less and more host memory."""
-    columns = {name: _TURNS[name] for name in _TURNS if name not in ("TTFT of later turns, ms", "found on device")}
-    rows = []
-    for name in ("multi_turn_small_tier.json", "multi_turn.json", "multi_turn_large_tier.json"):
-        result = Result(root, name)
-        for row in ("tier-lru", "tier-retention", "pensieve"):
-            memory = f"{result.setting('tier_gib'):g} GiB, {result.setting('tier_tokens')[row]:,} tokens"
-            rows.append([memory, _CHATS[row], *_cells(result, row, "rate_0.84", columns)])
-    return Table(["host memory", "", *columns], rows).markdown()
 
 
 def ablation(root: Path) -> str:
@@ -214,14 +111,7 @@ def engine_clock(root: Path) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
-    "latency": latency,
-    "objectives": partial(by_system, name="engine_compare_slo.json", at="load_1.2", columns=_OBJECTIVES,
-                          ratio="throughput_tokens_ratio"),
-    "memory": partial(by_system, name="engine_compare_memory.json", at="load_2", columns=_MEMORY),
-    "in-place": partial(by_system, name="engine_compare_in_place.json", at="load_1.5", columns=_IN_PLACE,
-                        first="preempted KV", ratio="normalised_latency_mean_ratio"),
-    "conversations": conversations,
-    "sizes": sizes,
+    **{name: partial(kept, name=f"compare_{name}.json", title=name) for name in _COMPARED},
     "ablation": ablation,
     "step-cost": step_cost,
     "papers": papers,

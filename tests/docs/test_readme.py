@@ -75,7 +75,7 @@ def test_a_page_shows_what_the_results_say(page: Path) -> None:
 
 
 def test_a_value_that_changes_makes_the_readme_stale(checkout: Path) -> None:
-    change(checkout, "engine_compare_memory.json", "metrics", "past-future.load_2.preemptions", 31.0)
+    change(checkout, "compare_memory.json", "metrics", "load_2.preemptions", 31.0)
     made = readme_results.rewritten(checkout, checkout / "README.md")
     assert "**31** (`past-future`)" in made
     assert made != (checkout / "README.md").read_text()
@@ -84,16 +84,14 @@ def test_a_value_that_changes_makes_the_readme_stale(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "part", "key"),
     [
-        ("engine_compare_memory.json", "metrics", "past-future.load_2.preemptions"),
-        ("engine_compare_memory.json", "config", "repeats"),
+        ("compare_memory.json", "metrics", "load_2.preemptions"),
+        ("compare_memory.json", "config", "requests_per_run"),
         ("step_overhead.json", "config", "waiting"),
-        ("engine_compare.json", "metrics", "alise.load_0.9.normalised_latency_mean_ratio"),
     ],
 )
 def test_an_absent_metric_is_named_with_its_file(checkout: Path, name: str, part: str, key: str) -> None:
     change(checkout, name, part, key, None)
-    metric = key.split(".", 1)[-1]
-    with pytest.raises(result_file.Unshown, match=rf"benchmarks/results/{name} has no .*'{metric}'"):
+    with pytest.raises(result_file.Unshown, match=rf"benchmarks/results/{name} has no .*'{key}'"):
         readme_results.rewritten(checkout, checkout / "README.md")
 
 
@@ -104,10 +102,11 @@ def test_an_absent_file_is_named(checkout: Path) -> None:
 
 
 def test_a_run_whose_noise_is_as_large_is_no_headline(checkout: Path) -> None:
-    change(checkout, "engine_compare_memory.json", "metrics", "fcfs.load_2.preemptions", 900.0)
-    with pytest.raises(
-        result_file.Unshown, match=r"ranks nothing: the effect is 111.5, and its A/A pair differs by 136"
-    ):
+    path = checkout / "benchmarks" / "results" / "compare_memory.json"
+    data = json.loads(path.read_text())
+    data["baselines"]["upstream, again"]["load_2.preemptions"] = 300.0
+    path.write_text(json.dumps(data))
+    with pytest.raises(result_file.Unshown, match=r"ranks nothing: the effect is 41.5, and its A/A pair differs by 92"):
         headlines.preemptions(checkout)
 
 
@@ -148,21 +147,6 @@ def test_the_gain_of_a_tuned_server_is_what_the_result_says(checkout: Path) -> N
     assert "P99 0.50 times" in found.note
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "key", "value"),
-    [
-        (headlines.latency, "engine_compare.json", "fcfs.load_0.9.normalised_latency_mean_ratio", 1.02),
-        (headlines.objectives, "engine_compare_slo.json", "fcfs.load_1.2.slo_attainment_fraction", 0.42),
-    ],
-)
-def test_a_result_that_ranks_now_asks_to_be_a_headline(
-    checkout: Path, make: Any, name: str, key: str, value: float
-) -> None:
-    change(checkout, name, "metrics", key, value)
-    with pytest.raises(result_file.Unshown, match=rf"{name} ranks \w+ now: make it a headline"):
-        make(checkout)
-
-
 def test_a_system_that_was_measured_with_shorter_queues_says_so(checkout: Path) -> None:
     assert "waiting)" not in headlines.step_cost(checkout).note
     path = checkout / "benchmarks" / "results" / "step_overhead.json"
@@ -180,7 +164,7 @@ def test_a_system_that_was_measured_with_shorter_queues_says_so(checkout: Path) 
 
 def test_a_command_of_two_lines_is_shown_once() -> None:
     block = readme_results.readme_block(ROOT)
-    assert block.count("engine_compare.py --workload memory-bound") == 1
+    assert block.count("comparisons.py memory") == 1
 
 
 KEPT = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
@@ -235,23 +219,23 @@ def test_an_unknown_table_is_refused_with_the_known_ones(checkout: Path) -> None
     page = checkout / "docs" / "results" / "new.md"
     page.parent.mkdir(parents=True)
     page.write_text("<!-- table: speed -->\n<!-- table: end -->\n")
-    with pytest.raises(result_file.Unshown, match=r"docs/results/new.md: there is no table 'speed', only latency, "):
+    with pytest.raises(result_file.Unshown, match=r"docs/results/new.md: there is no table 'speed', only objectives, "):
         readme_results.rewritten(checkout, page)
 
 
 def test_goals_that_were_missed_are_always_shown(checkout: Path) -> None:
     """All of a few goals; of many, those that were missed."""
     page = checkout / "docs" / "results" / "new.md"
-    few = readme_results.measured_block(checkout, "engine_compare.json", page)
+    few = readme_results.measured_block(checkout, "compare_memory.json", page)
     many = readme_results.measured_block(checkout, "step_overhead.json", page)
-    assert (few.count("| met |"), few.count("**missed**")) == (2, 1)
+    assert (few.count("| met |"), few.count("**missed**")) == (1, 1)
     assert (many.count("| met |"), many.count("**missed**")) == (0, 11)
 
 
 def test_check_writes_nothing_and_fails_on_a_stale_page(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change(checkout, "engine_compare_memory.json", "metrics", "past-future.load_2.preemptions", 31.0)
+    change(checkout, "compare_memory.json", "metrics", "load_2.preemptions", 31.0)
     before = (checkout / "README.md").read_text()
     monkeypatch.setattr(readme_results, "ROOT", checkout)
     monkeypatch.setattr(sys, "argv", ["readme_results.py", "--check"])
