@@ -22,7 +22,9 @@ from vllm_ext.launch.arguments import SCHEDULER
 
 @pytest.fixture(scope="module")
 def model() -> str:
-    return str(tiny_model.build(style="llama", seed=0))
+    found = str(tiny_model.build(style="llama", seed=0))
+    plain(found)  # with the first configuration vLLM sets its logging up, which would take a test's lines from it
+    return found
 
 
 def file(folder: Path, model: str, *, settings: Settings | None = None, **made_for: Any) -> str:
@@ -176,6 +178,7 @@ def test_kv_in_8_bits_is_set_where_it_was_allowed(model: str, tmp_path: Path, ca
     assert found is not None
     with caplog.at_level(logging.INFO, logger="vllm.vllm_ext"), found.applied(args):
         assert args.kv_cache_dtype == "fp8"
+        assert caplog.text == "", "vLLM sets logging up while the configuration is built: earlier lines are lost"
     assert "sets --kv-cache-dtype fp8;" in caplog.text
     assert args.kv_cache_dtype == "auto"
 

@@ -98,11 +98,12 @@ class Settings:
         for name, value in limits.items():
             setattr(engine_args, name, value)
         engine_args.scheduler_cls, engine_args.additional_config = scheduler_cls, additional
-        logger.info("%s", self._told(before, {**before, **limits}, scheduler_cls, additional.get(KEY, {})))
+        told = self._told(before, {**before, **limits}, scheduler_cls, additional.get(KEY, {}))
         try:
             yield
-        finally:  # the caller may build from the same arguments again
-            for name, value in before.items():
+        finally:
+            logger.info("%s", told)  # now: vLLM sets logging up while the first engine's configuration is built
+            for name, value in before.items():  # the caller may build from the same arguments again
                 setattr(engine_args, name, value)
 
     def _limits(self, before: Mapping[str, Any]) -> dict[str, Any]:
