@@ -58,10 +58,11 @@ class _Server:
         chance = np.random.default_rng([workload.seed, *self.row.name.encode()])
         drift = chance.lognormal(0.0, self.backend.noise)  # of this run: another process, another place in memory
         mean = SERVICE_S * self.backend.slower.get(self.row.name, self.backend.slower.get(flags, 1.0)) * drift
-        free, ends = 0.0, []
-        for one, noise in zip(requests, chance.lognormal(0.0, self.backend.noise, len(requests)), strict=True):
-            free = max(free, one.arrival_s) + mean * noise
-            ends.append(free - one.arrival_s)
+        free, ends = 0.0, [0.0] * len(requests)
+        noises = chance.lognormal(0.0, self.backend.noise, len(requests))
+        for at in sorted(range(len(requests)), key=lambda at: requests[at].arrival_s):
+            free = max(free, requests[at].arrival_s) + mean * noises[at]
+            ends[at] = free - requests[at].arrival_s
         watched = {
             "at_s": [0.0, 1.0],
             "running": [1, 1],

@@ -150,22 +150,24 @@ def _backend(args: argparse.Namespace, folder: Path) -> Backend:
         return There(folder)
     if args.clock == "wall":
         return Here(args.model, args.passed, folder)
-    cost = spec_flags.given(args, _COST)
-    costs, hardware = parse(CostSpec, cost | ({"kind": "fitted"} if "file" in cost else {})), _hardware(args)
-    args.cost_notes = notes(hardware if spec_flags.given(args, _HARDWARE) else None, costs)
-    return Clocked(args.model, args.passed, folder, hardware, costs, args.step_noise)
+    return Clocked(args.model, args.passed, folder, _hardware(args), _cost(args), args.step_noise)
 
 
 def _notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
     if args.clock == "engine":
         yield f"by the engine's clock: {_costs(args)}; tokens are computed, how long a step takes is said by the model"
-        yield from args.cost_notes
+        yield from notes(_hardware(args) if spec_flags.given(args, _HARDWARE) else None, _cost(args))
     elif not args.url and found.foreign_cores > _QUIET:
         yield f"others kept up to {found.foreign_cores:.1f} cores busy: repeat it where nobody else computes"
 
 
 def _hardware(args: argparse.Namespace) -> HardwareSpec:
     return parse(HardwareSpec, spec_flags.given(args, _HARDWARE))
+
+
+def _cost(args: argparse.Namespace) -> CostSpec:
+    given = spec_flags.given(args, _COST)
+    return parse(CostSpec, given | ({"kind": "fitted"} if "file" in given else {}))
 
 
 def _costs(args: argparse.Namespace) -> str:
