@@ -14,7 +14,7 @@ from vllm_ext.report.table import Table
 
 _ABLATION = {"gaps, leading": "gaps, leading ends first", "no gaps, retention": "no gaps, retention value: `pensieve`",
              "no gaps, tail": "no gaps, tails", "no gaps, lru": "no gaps, LRU"}  # fmt: skip
-_COMPARED = ("objectives", "memory")
+_COMPARED = ("objectives", "memory", "conversations")
 """Of `benchmarks/engine/comparisons.py`."""
 _PUBLIC = ("vllm#17885", "vllm#52906", "inference-sim#339")
 """Measurements of others."""
