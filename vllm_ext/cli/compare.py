@@ -69,6 +69,9 @@ def _compare(args: argparse.Namespace, told: Callable[[Shown, results.Result], N
     folder: Path = args.cells
     folder.mkdir(parents=True, exist_ok=True)
     backend = _backend(args, folder)
+    costs = [
+        *_clock_notes(args)
+    ]  # a file of step times that can't be read is said before hours of runs, not behind them
     cells = Cells(folder, _identity(args, workload))
     found = Found()
     incomplete = False
@@ -80,7 +83,7 @@ def _compare(args: argparse.Namespace, told: Callable[[Shown, results.Result], N
         incomplete, found.stopped = True, "interrupted; the same command goes on with the rest"
     if not found.runs:
         raise Failed(found.stopped)
-    shown = Shown(asked, found, list(found.verdicts(asked)), list(_notes(args, found)))
+    shown = Shown(asked, found, list(found.verdicts(asked)), [*costs, *_foreign_notes(args, found)])
     made = _result(args, shown, workload)
     if told is None:
         results.emit(made, [shown.table(), "", *shown.words()], args.out, as_json=args.json)
@@ -153,11 +156,14 @@ def _backend(args: argparse.Namespace, folder: Path) -> Backend:
     return Clocked(args.model, args.passed, folder, _hardware(args), _cost(args), args.step_noise)
 
 
-def _notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
+def _clock_notes(args: argparse.Namespace) -> Iterator[str]:
     if args.clock == "engine":
         yield f"by the engine's clock: {_costs(args)}; tokens are computed, how long a step takes is said by the model"
         yield from notes(_hardware(args) if spec_flags.given(args, _HARDWARE) else None, _cost(args))
-    elif not args.url and found.foreign_cores > _QUIET:
+
+
+def _foreign_notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
+    if args.clock == "wall" and not args.url and found.foreign_cores > _QUIET:
         yield f"others kept up to {found.foreign_cores:.1f} cores busy: repeat it where nobody else computes"
 
 

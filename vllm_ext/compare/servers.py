@@ -21,7 +21,6 @@ from vllm_ext.compare.watch import Watch
 from vllm_ext.demo.server import ServerError, ServerProcess
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.workloads.build import build
-from vllm_ext.simulation.workloads.requests import all_requests
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 _LOG_LINES = 30
@@ -75,12 +74,11 @@ class _Http:
 
     def serve(self, workload: WorkloadSpec) -> dict[str, Any]:
         made = build(workload)
-        requests = list(made.start())
         with self.log_path.open("a", encoding="utf-8") as log, Watch(self.url) as watch:
-            if len(all_requests(made)) > len(requests):  # some have a next turn
+            if made.source.mean_turns > 1:
                 found = conversed(self.url, self.model, made, forced=self.forced)
             else:
-                found = sent(self.url, self.model, requests, forced=self.forced, log=log)
+                found = sent(self.url, self.model, list(made.start()), forced=self.forced, log=log)
         if self.process is not None and not self.process.is_running():
             raise ServerError(f"the server ended while it served; its last lines:\n{self.process.log_tail()}")
         return {**found, "timeline": watch.timeline.kept()}
