@@ -53,7 +53,9 @@ class Result:
             Unshown: the file does not have it, and there is no default.
         """
         baseline = self.data.get("baselines", {}).get(row, {})
-        found = baseline.get(metric, self.metrics.get(f"{row}.{metric}", default))
+        return self._number(baseline.get(metric, self.metrics.get(f"{row}.{metric}", default)), row, metric)
+
+    def _number(self, found: Any, row: str, metric: str) -> float:
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise Unshown(
                 f"{RESULTS / self.name} has no metric {metric!r} of {row!r}: measure it again "
@@ -69,11 +71,7 @@ class Result:
         """
         names = [*self.setting("servers")]
         values = self.metrics if names.index(server) == 2 else self.data["baselines"].get(server, {})
-        if not isinstance(found := values.get(metric), int | float):
-            raise Unshown(
-                f"{RESULTS / self.name} has no metric {metric!r} of {server!r}: measure it again ({self.command})"
-            )
-        return float(found)
+        return self._number(values.get(metric), server, metric)
 
     def setting(self, name: str) -> Any:
         """Return an entry of the configuration.

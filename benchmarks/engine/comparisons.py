@@ -23,9 +23,8 @@ import math
 import operator
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_ext.cli import compare
@@ -86,7 +85,7 @@ class Comparison:
     """Measure of which the table says how many times better it is than the baseline's."""
     goals: Sequence[Goal] = ()
     quick: Sequence[str] = ("--requests", "20")
-    tuned: bool = field(default=True)
+    tuned: bool = True
     """Whether the best of vLLM's own flags are a row."""
 
     def argv(self, model: str, *, quick: bool) -> list[str]:
@@ -250,18 +249,15 @@ def main(argv: Sequence[str]) -> int:
     given[at:at] = ["--seed", str(args.seed), *(["--cells", args.cells] if args.cells else [])]
 
     def told(shown: Shown, made: Result) -> None:
+        load = max(shown.asked.loads)
         values = {shown.asked.others[0].name: made.metrics, **made.baselines}
         made = replace(made, name="comparisons", command=command(argv, __file__),
                        config={"compare": made.command, **made.config,
                                "tables": {args.comparison: chosen.table(shown, values)}},
-                       claims=[*_judged(chosen.goals, values, max(shown.asked.loads))])  # fmt: skip
+                       claims=[one for goal in chosen.goals if (one := goal.judged(values, load))])  # fmt: skip
         emit(made, [shown.table(), *filter(None, [shown.by_class()]), "", *shown.words()], args.out)
 
     return compare.run(given, told)
-
-
-def _judged(goals: Sequence[Goal], values: Mapping[str, Mapping[str, float]], load: float) -> Iterator[Claim]:
-    yield from filter(None, map(partial(Goal.judged, values=values, load=load), goals))
 
 
 if __name__ == "__main__":
