@@ -168,8 +168,9 @@ def judged(cell: Cell, data: Path, runner: Runner) -> Judged:
         for candidate, by_load in each.metrics.items():
             runs.setdefault(candidate, {}).update(by_load)
     searched = with_values(base, {"workload.num_requests": parts.search.count})
-    estimated = estimate(searched, build(searched.workload)).rate_per_s
-    return Judged(found, saturated.rate_per_s, estimated, runs, {**tried[0].failed, **tried[1].failed})
+    estimated = estimate(searched, build(searched.workload))
+    assert estimated is not None, "prompts are cut to the context"
+    return Judged(found, saturated.rate_per_s, estimated.rate_per_s, runs, {**tried[0].failed, **tried[1].failed})
 
 
 def claims(found: Mapping[str, Judged]) -> Iterator[Claim]:

@@ -289,6 +289,7 @@ def test_the_command_is_the_server_that_was_simulated(
     config = json.loads(shown.out.splitlines()[-1])["config"]
     limits = "--max-model-len 512 --max-num-seqs 256 --max-num-batched-tokens 2048"
     assert shlex.split(config["command"]) == ["vllm", "serve", "opt-13b", *limits.split(), *words]
+    left_out = ["where your model is: opt-13b is its name in the simulator's table; put its path, or its id", *left_out]
     assert config["not_in_command"] == left_out
     assert [f"not in the command: {line}" in shown.err for line in left_out] == [True] * len(left_out)
     memory = 0.9 if "0.9" in words else EngineArgs.gpu_memory_utilization

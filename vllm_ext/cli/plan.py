@@ -147,8 +147,7 @@ def _check_constraints(bench: Bench, parts: Parts, constraints: Sequence[Constra
 
 def _estimated(base: SimulationSpec, workload: GeneratedWorkload) -> Iterator[str]:
     """What is known before anything is run; nothing of conversations, whose turns find the KV of those before."""
-    if not base.workload.conversations:
-        found = estimate(base, workload)
+    if not base.workload.conversations and (found := estimate(base, workload)) is not None:
         yield (
             f"in the mean {found.prompt_tokens:.4g} prompt and {found.output_tokens:.4g} output tokens: by these alone "
             f"the server carries some {found.rate_per_s:.3g} requests/s as it is; measuring what it does carry"

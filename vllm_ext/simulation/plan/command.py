@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 
 from vllm_ext.config import KEY
+from vllm_ext.simulation.cost.models import MODELS
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, Candidate
 from vllm_ext.simulation.spec import SimulationSpec, resolve
 
@@ -49,6 +50,8 @@ def command_of(base: SimulationSpec, choice: Candidate) -> str:
 def not_in_command(base: SimulationSpec, choice: Candidate) -> Iterator[str]:
     """Yield what was simulated and no flag of the command says."""
     hardware = base.hardware
+    if hardware.model in MODELS:
+        yield f"where your model is: {hardware.model} is its name in the simulator's table; put its path, or its id"
     if (width := hardware.weight_dtype_bytes) is not None:
         yield f"weights of {width:g} bytes per parameter: a model that is quantised so, or --quantization"
     if hardware.kv_dtype_bytes not in (1, 2):

@@ -23,8 +23,8 @@ class Estimate(NamedTuple):
     rate_per_s: float
 
 
-def estimate(base: SimulationSpec, workload: GeneratedWorkload) -> Estimate:
-    """Return what a full server would serve if every step were the mean step.
+def estimate(base: SimulationSpec, workload: GeneratedWorkload) -> Estimate | None:
+    """Return what a full server would serve if every step were the mean step; None if it can serve no prompt at all.
 
     In each decode step a request of prompt p and output n holds its context, which is p n + n^2 / 2 tokens over its
     life, and one seat, n over its life. So at most ``1 / max(mean(p n + n^2 / 2) / KV tokens, mean(n) / seats)``
@@ -40,7 +40,10 @@ def estimate(base: SimulationSpec, workload: GeneratedWorkload) -> Estimate:
     lengths = [
         (one.prompt_tokens, max(1, min(one.output_tokens, one.max_tokens, limits.max_model_len - one.prompt_tokens)))
         for one in islice(workload.start(), _REQUESTS)
+        if one.prompt_tokens < limits.max_model_len  # others are refused
     ]
+    if not lengths:
+        return None
     prompts, outputs = np.asarray(lengths, dtype=float).T
     prompt, output = prompts.mean(), outputs.mean()
     held = (prompts * outputs + outputs * outputs / 2).mean()
