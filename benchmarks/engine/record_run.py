@@ -35,7 +35,7 @@ from typing import Any
 
 from vllm_ext import envs, systems, tiny_model
 from vllm_ext.cli import spec_flags
-from vllm_ext.cli.command import Failed, Parser, UsageError, guarded
+from vllm_ext.cli.command import Failed, Parser, UsageError, guarded, split
 from vllm_ext.compare.replay import answered, prompt_of, sampling
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.foreign_cpu import ForeignCpu
@@ -59,12 +59,6 @@ def main(argv: Sequence[str]) -> int:
     """Record; 0 if all runs are written, 2 if a flag or a file is wrong, 3 if an engine failed, 130 after Ctrl-C."""
     ours, passed = split(argv)
     return guarded(parser(passed), _record, ours)
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return what stands before ``--``, and what stands behind it."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    return [*argv[:at]], [*argv[at + 1 :]]
 
 
 def _record(args: argparse.Namespace) -> int:

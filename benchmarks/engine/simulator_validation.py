@@ -36,7 +36,7 @@ from pathlib import Path
 
 import record_run
 
-from vllm_ext.cli.command import Failed
+from vllm_ext.cli.command import Failed, split
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.recorded import validation as reports
@@ -91,7 +91,7 @@ def _record_all(args: argparse.Namespace, rest: Sequence[str], recording: Path, 
 def _record(
     path: Path, rest: Sequence[str], ours: Sequence[str], model: Sequence[str], *, seed: int, repeats: int = 1
 ) -> float | None:
-    given, passed = record_run.split(rest)
+    given, passed = split(rest)
     argv = [str(path), *ours, *given, "--seed", str(seed), "--repeats", str(repeats)]
     try:
         return record_run.record(record_run.parser([*model, *passed]).parse_args(argv))
@@ -137,7 +137,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--from", dest="recorded", type=Path, metavar="FOLDER", help="judge the recordings that --keep left there"
     )
     parser.add_argument("--note", default="", help="why a goal is missed, if one is; put before the measured facts")
-    ours, passed = record_run.split(argv)
+    ours, passed = split(argv)
     args, rest = parser.parse_known_args(ours)
     return args, [*rest, "--", *passed]
 

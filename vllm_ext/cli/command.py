@@ -39,6 +39,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return what stands before ``--``, and what stands behind it."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return [*argv[:at]], [*argv[at + 1 :]]
+
+
 def guarded(
     parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], int], argv: Sequence[str], *,
     failures: tuple[type[Exception], ...] = (), again: str = "",

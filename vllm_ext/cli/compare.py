@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from vllm_ext.cli import spec_flags
-from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need
+from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need, split
 from vllm_ext.compare.observed import pooled
 from vllm_ext.compare.rounds import Asked, Cells, Found, NoAnswer, compare
 from vllm_ext.compare.servers import Backend, Clocked, Here, Row, There
@@ -47,8 +47,8 @@ def run(argv: Sequence[str], told: Callable[[Shown, results.Result], None] | Non
         argv: The command line.
         told: Gets what was found, instead of what would print it.
     """
-    at = argv.index("--") if "--" in argv else len(argv)
-    return guarded(_parser([*argv[at + 1 :]]), partial(_compare, told=told), argv[:at], again=GOES_ON)
+    ours, passed = split(argv)
+    return guarded(_parser(passed), partial(_compare, told=told), ours, again=GOES_ON)
 
 
 def _compare(args: argparse.Namespace, told: Callable[[Shown, results.Result], None] | None) -> int:
@@ -69,9 +69,7 @@ def _compare(args: argparse.Namespace, told: Callable[[Shown, results.Result], N
     folder: Path = args.cells
     folder.mkdir(parents=True, exist_ok=True)
     backend = _backend(args, folder)
-    costs = [
-        *_clock_notes(args)
-    ]  # a file of step times that can't be read is said before hours of runs, not behind them
+    costs = [*_clock_notes(args)]  # what can't be read is said before hours of runs, not behind them
     cells = Cells(folder, _identity(args, workload))
     found = Found()
     incomplete = False
