@@ -103,6 +103,28 @@ def test_no_run_begins_after_the_time_is_over(tmp_path: Path) -> None:
     assert len(found.runs["upstream", 0.9]) == 1
 
 
+@pytest.mark.parametrize(
+    ("ran", "failed", "left"),
+    [
+        ((1, 2, 2), "", (1, 1, 1)),
+        ((1, 2, 0), "", (1, 2, 0)),
+        ((2, 2, 1), "alise", (2, 2, 1)),
+        ((3, 3, 2), "", (2, 2, 2)),
+    ],
+)
+def test_a_repeat_that_some_servers_lack_does_not_count(
+    tmp_path: Path, ran: tuple[int, ...], failed: str, left: tuple[int, ...]
+) -> None:
+    found = run(Paper(), tmp_path, asked(precision=1e-9))
+    for row, count in zip(ROWS, ran, strict=True):
+        found.runs[row.name, 0.9] = {at: one for at, one in found.runs[row.name, 0.9].items() if at < count}
+        found.beside[row.name, 0.9] = found.beside[row.name, 0.9][:count]
+    found.failed = {failed: "it ended"} if failed else {}
+    whole = found.whole_repeats(asked())
+    assert tuple(len(whole.runs.get((row.name, 0.9), ())) for row in ROWS) == left
+    assert [*whole.beside.values()] == [found.beside[key][: len(runs)] for key, runs in whole.runs.items()]
+
+
 def test_each_run_says_how_much_is_left(tmp_path: Path) -> None:
     """Runs that were kept say nothing of how long the others take."""
     lines: list[str] = []

@@ -24,7 +24,11 @@ from vllm_ext import tiny_model
 from vllm_ext.demo.server import ServerProcess, free_port
 
 SMALL = "--dtype float32 --enforce-eager --max-model-len 512 --block-size 32 --kv-cache-memory-bytes 33554432"
-OPTIONS = {"slo": {"classes": {"chat": {"ttft_ms": 60_000}}}, "kv_tier": {"gib": 0.05, "store": "early"}, "shadow": "fcfs"}
+OPTIONS = {
+    "slo": {"classes": {"chat": {"ttft_ms": 60_000}}},
+    "kv_tier": {"gib": 0.05, "store": "early"},
+    "shadow": "fcfs",
+}
 NOT_HERE = re.compile(r"predictor_|length_predictions|slo_shed|kv_offload_(disk|load)|preemptions_total")
 """Series that begin with what does not happen here: a predictor, a 503, an error, a load, a preemption."""
 

@@ -81,6 +81,7 @@ def _compare(args: argparse.Namespace, told: Callable[[Shown, results.Result], N
         incomplete, found.stopped = True, "interrupted; the same command goes on with the rest"
     if not found.runs:
         raise Failed(found.stopped)
+    found = found.whole_repeats(asked)
     shown = Shown(asked, found, list(found.verdicts(asked)), [*costs, *_foreign_notes(args, found)])
     made = _result(args, shown, workload)
     if told is None:

@@ -146,6 +146,21 @@ class Found:
         repeats = sorted(set(each[0]) & set(each[1]) & set(each[2]))
         return repeats, [[runs[at] for at in repeats] for runs in each]
 
+    def whole_repeats(self, asked: Asked) -> Found:
+        """Return it without a repeat that some servers lack, as after Ctrl-C: their means would be of other requests.
+
+        Of a load without a whole repeat, and of a server that failed, all is kept that there is.
+        """
+        runs, beside = {}, {}
+        going = [row.name for row in asked.rows if row.name not in self.failed]
+        for load in asked.loads:
+            whole = set.intersection(*(set(self.runs.get((name, load), {})) for name in going))
+            for key in ((row.name, load) for row in asked.rows):
+                if kept := {at: run for at, run in self.runs.get(key, {}).items() if at in whole or not whole}:
+                    runs[key] = kept
+                    beside[key] = [one for at, one in zip(self.runs[key], self.beside[key], strict=True) if at in kept]
+        return replace(self, runs=runs, beside=beside)
+
     def verdicts(self, asked: Asked) -> Iterator[Verdict]:
         """Yield what is said of each server but the baseline and its twin."""
         for row in asked.others:
