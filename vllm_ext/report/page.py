@@ -92,8 +92,9 @@ class Page:
 def facts_of(result: Result) -> dict[str, str]:
     """Return what a page tells of how a result came about."""
     served = result.workload
+    rows = f", {served.rows} rows" if served.rows else ""  # lengths that are drawn come of no file
     return {
-        "workload": f"{served.name}, {served.rows} rows, SHA-256 {served.sha256}",
+        "workload": f"{served.name}{rows}, SHA-256 {served.sha256}",
         "seed": str(result.seed),
         **{name.replace("_", " "): str(value) for name, value in {**result.versions, **result.machine}.items()},
         "configuration": json.dumps(result.config, indent=1),
