@@ -166,7 +166,12 @@ def test_objectives_are_judged_where_there_are_some(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--systems", "upstream"], "--systems: must name at least two servers, the baseline first"),
+        (["--systems", "upstream"], "--systems, --server: must name at least two servers, the baseline first"),
+        (["--systems", "upstream,alise,alise"], "alise: must be a name of one server only"),
+        (["--server", "upstream=--max-num-seqs 4"], "upstream: must be a name of one server only"),
+        (["--server", "upstream, again=--seed 1"], "upstream, again: must be a name of one server only"),
+        (["--server", "a/b=--seed 1"], "a/b: must be a name of one server only, without /"),
+        (["--server", "x=--a 'b"], "x=--a 'b: No closing quotation"),
         (["--url", "A=http://127.0.0.1:1"], "--url: servers that run have their flags"),
         (["--server", "x"], "x: must be NAME=VALUE"),
         (["--loads", "0"], "0: must be numbers above 0"),
