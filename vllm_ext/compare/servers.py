@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import subprocess
@@ -145,17 +146,19 @@ class There:
 
 
 def served_model(url: str) -> tuple[str, int]:
-    """Return the name of the model that a server serves, and its context.
+    """Return the name of the model that a server serves, and its context; asked with the key that requests carry.
 
     Raises:
         ServerError: It does not answer, or is no server of a model.
     """
+    headers = {"Authorization": f"Bearer {key}"} if (key := envs.client_key()) else {}
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as response:
+        request = urllib.request.Request(f"{url}/v1/models", headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as response:
             (first, *_) = json.load(response)["data"]
             return str(first["id"]), int(first.get("max_model_len") or 2**31)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ServerError(f"{url}/v1/models: {error}") from error
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        raise ServerError(f"{url}/v1/models: {' '.join(str(error).split())}") from error
 
 
 @dataclass(frozen=True)
