@@ -6,13 +6,17 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_ext import envs
-from vllm_ext.compare.servers import served_model
+from vllm_ext.compare import servers
+from vllm_ext.compare.servers import Row, There, served_model
 from vllm_ext.demo.server import ServerError
 from vllm_ext.report.scraped import scraped
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 KEY = "sk-1"
 
@@ -62,3 +66,24 @@ def test_what_is_no_address_of_a_server_is_told_in_a_line(url: str) -> None:
 def test_what_speaks_no_http_has_no_metrics(there: ThreadingHTTPServer) -> None:
     with pytest.raises(OSError, match="OpenSSH"):
         scraped(url_of(there))
+
+
+def test_a_run_at_whose_end_the_server_is_gone_is_none(
+    there: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests failed; kept as a run, these failures would be counted against the server once it is back."""
+    ends = False
+
+    def sent(*_: object, **__: object) -> dict[str, Any]:
+        if ends:
+            there.shutdown()
+            there.server_close()
+        return {"errors": ["", "refused"]}
+
+    monkeypatch.setattr(servers, "sent", sent)
+    workload = WorkloadSpec(source="fixed:20:8", num_requests=2)
+    with There(tmp_path).started(Row("A", url=url_of(there))) as server:
+        assert server.serve(workload)["errors"] == ["", "refused"]
+        ends = True
+        with pytest.raises(ServerError, match="/v1/models: "):
+            server.serve(workload)

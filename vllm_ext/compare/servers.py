@@ -82,6 +82,8 @@ class _Http:
                 found = sent(self.url, self.model, list(made.start()), forced=self.forced, log=log)
         if self.process is not None and not self.process.is_running():
             raise ServerError(f"the server ended while it served; its last lines:\n{self.process.log_tail()}")
+        if self.process is None:
+            served_model(self.url)  # who is gone has not failed these requests, and they are sent again once it is back
         return {**found, "timeline": watch.timeline.kept()}
 
 
