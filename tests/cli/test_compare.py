@@ -94,6 +94,19 @@ def test_a_slower_one_is_not_recommended_and_who_pays_is_said(
     assert "set these flags" not in said
 
 
+def test_a_server_that_is_faster_as_it_refuses_requests_is_not_better(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend.slower["alise"] = 0.5
+    backend.refuses.add("alise")
+    assert run(tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "60 requests failed, more than on the baseline; of the others: better, times: mean e2e" in said
+    assert "set these flags" not in said
+    backend.refuses |= {"upstream", "upstream, again"}
+    assert run(tmp_path / "both") == 0, "who is refused by all is left out of all"
+
+
 def test_equal_ones_differ_by_nothing_that_is_seen(
     backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
