@@ -168,6 +168,16 @@ def test_runs_of_another_trace_or_version_are_not_taken_for_ones_own(
     assert compared(5) > 0
 
 
+def test_runs_that_servers_may_have_made_with_other_flags_are_told(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = ["--url", "A=http://one", "--url", "B=http://two", "--cells", str(tmp_path / "cells"), *FAST]
+    assert compare.main(servers) == 1
+    assert "earlier command" not in capsys.readouterr().err
+    assert compare.main(servers) == 1
+    assert "6 of 6 runs are of an earlier command: if a server was restarted since" in capsys.readouterr().err
+
+
 def test_objectives_are_judged_where_there_are_some(
     backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,7 +83,9 @@ def _compare(args: argparse.Namespace, told: Callable[[Shown, results.Result], N
         incomplete, found.stopped = True, "interrupted; the same command goes on with the rest"
     if not found.runs:
         raise Failed(found.stopped)
-    shown = Shown(asked, found, list(found.verdicts(asked)), [*costs, *_foreign_notes(args, found)])
+    shown = Shown(
+        asked, found, list(found.verdicts(asked)), [*costs, *_foreign_notes(args, found), *_kept_notes(args, found)]
+    )
     made = _result(args, shown, workload)
     if told is None:
         results.emit(made, [shown.table(), "", *shown.words()], args.out, as_json=args.json)
@@ -122,7 +124,9 @@ def _rows(args: argparse.Namespace) -> list[Row]:
     names = [row.name for row in found]
     for name in names:
         if names.count(name) > 1 or name == names[0] + _AGAIN or "/" in name:
-            raise UsageError(f"{flags}: {name}: must be a name of one server only, without / and not {names[0]}{_AGAIN}")
+            raise UsageError(
+                f"{flags}: {name}: must be a name of one server only, without / and not {names[0]}{_AGAIN}"
+            )
     if found[0].tune:
         raise UsageError(f"--systems: {TUNED} must not be the first: its flags are searched at the baseline's load")
     return found
@@ -169,6 +173,13 @@ def _clock_notes(args: argparse.Namespace) -> Iterator[str]:
 def _foreign_notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
     if args.clock == "wall" and not args.url and found.foreign_cores > _QUIET:
         yield f"others kept up to {found.foreign_cores:.1f} cores busy: repeat it where nobody else computes"
+
+
+def _kept_notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
+    made = [run.kept for each in found.beside.values() for run in each]
+    if args.url and any(made):
+        yield (f"{sum(made)} of {len(made)} runs are of an earlier command: if a server was restarted since "
+               "with other flags, give another --cells")  # fmt: skip
 
 
 def _hardware(args: argparse.Namespace) -> HardwareSpec:
