@@ -94,6 +94,19 @@ def test_a_slower_one_is_not_recommended_and_who_pays_is_said(
     assert "set these flags" not in said
 
 
+def test_a_server_that_is_faster_as_it_refuses_requests_is_not_better(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend.slower["alise"] = 0.5
+    backend.refuses.add("alise")
+    assert run(tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "60 requests failed, more than on the baseline; of the others: better, times: mean e2e" in said
+    assert "set these flags" not in said
+    backend.refuses |= {"upstream", "upstream, again"}
+    assert run(tmp_path / "both") == 0, "who is refused by all is left out of all"
+
+
 def test_equal_ones_differ_by_nothing_that_is_seen(
     backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +168,16 @@ def test_runs_of_another_trace_or_version_are_not_taken_for_ones_own(
     assert compared(5) > 0
 
 
+def test_runs_that_servers_may_have_made_with_other_flags_are_told(
+    backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = ["--url", "A=http://one", "--url", "B=http://two", "--cells", str(tmp_path / "cells"), *FAST]
+    assert compare.main(servers) == 1
+    assert "earlier command" not in capsys.readouterr().err
+    assert compare.main(servers) == 1
+    assert "6 of 6 runs are of an earlier command: if a server was restarted since" in capsys.readouterr().err
+
+
 def test_objectives_are_judged_where_there_are_some(
     backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +189,12 @@ def test_objectives_are_judged_where_there_are_some(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--systems", "upstream"], "--systems: must name at least two servers, the baseline first"),
+        (["--systems", "upstream"], "--systems, --server: must name at least two servers, the baseline first"),
+        (["--systems", "upstream,alise,alise"], "alise: must be a name of one server only"),
+        (["--server", "upstream=--max-num-seqs 4"], "upstream: must be a name of one server only"),
+        (["--server", "upstream, again=--seed 1"], "upstream, again: must be a name of one server only"),
+        (["--server", "a/b=--seed 1"], "a/b: must be a name of one server only, without /"),
+        (["--server", "x=--a 'b"], "x=--a 'b: No closing quotation"),
         (["--url", "A=http://127.0.0.1:1"], "--url: servers that run have their flags"),
         (["--server", "x"], "x: must be NAME=VALUE"),
         (["--loads", "0"], "0: must be numbers above 0"),

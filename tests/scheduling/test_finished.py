@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -136,6 +139,21 @@ def test_hash_ids_are_equal_as_long_as_prompts_are(length: int) -> None:
     assert longer is not None
     whole = length // HASH_BLOCK_TOKENS
     assert (longer[:whole], longer[whole] in ids) == (ids[:whole], False)
+
+
+def test_a_short_prompt_has_the_same_hash_id_in_every_engine() -> None:
+    """Engines are processes; Python's own hash of a text is another one in each."""
+    script = (
+        "from types import SimpleNamespace as S\n"
+        "from vllm_ext.scheduling.finished import hash_ids\n"
+        "print(hash_ids(S(prompt_token_ids=[5] * 20, block_hashes=[b'x' * 32], cache_salt='s'), 16))"
+    )
+    said = [
+        subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
+                       capture_output=True, text=True).stdout
+        for seed in "12"
+    ]  # fmt: skip
+    assert said[0] == said[1] != ""
 
 
 def test_tenants_share_no_hash_ids() -> None:

@@ -102,7 +102,9 @@ def test_a_change_of_something_else_leaves_the_servers_own_objectives_as_they_ar
         ({"max_num_batched_tokens": 65}, "max_num_batched_tokens=65: must be from 4"),
         ({"least_tbt_ms": 5}, "least_tbt_ms=5: must be at least 10, slo.least_tbt_ms of the start"),
         ({"least_tbt_ms": float("inf")}, "least_tbt_ms=inf: Input should be a finite number"),
-        ({"least_tbt_ms": "x"}, "least_tbt_ms='x': Input should be a valid number"),
+        ({"least_tbt_ms": "50"}, "least_tbt_ms='50': Input should be a valid number"),
+        ({"least_tbt_ms": True}, "least_tbt_ms=True: Input should be a valid number"),
+        ({"order": "x" * 5000}, "order='" + "x" * 199 + ": Input should be 'system' or 'arrival'"),
     ],
 )  # fmt: skip
 def test_what_is_not_allowed_is_named_and_nothing_changes(wanted: dict[str, Any], problem: str) -> None:

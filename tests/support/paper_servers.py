@@ -27,6 +27,8 @@ class Paper:
         self.served: list[tuple[str, WorkloadSpec]] = []
         self.told: list[tuple[str, WorkloadSpec]] = []
         self.dies: set[str] = set()
+        self.refuses: set[str] = set()
+        """Servers on which every second request fails."""
         self.has_metrics = True
         self.waiting = [0, 2]
         self.up = 0
@@ -74,5 +76,6 @@ class _Server:
             "ttfts": [end - mean / 2 for end in ends], "latencies": ends, "itls": [[mean / 2]] * len(ends),
             "output_lens": [max(2, one.output_tokens) for one in requests],
             "input_lens": [one.prompt_tokens for one in requests], "queue_times": [0.0] * len(ends),
-            "errors": [""] * len(ends), **({"timeline": watched} if self.backend.has_metrics else {}),
+            "errors": ["busy" * (at % 2 and self.row.name in self.backend.refuses) for at in range(len(ends))],
+            **({"timeline": watched} if self.backend.has_metrics else {}),
         }  # fmt: skip

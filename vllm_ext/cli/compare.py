@@ -82,7 +82,8 @@ def _compare(args: argparse.Namespace, told: Callable[[Shown, results.Result], N
     if not found.runs:
         raise Failed(found.stopped)
     found = found.whole_repeats(asked)
-    shown = Shown(asked, found, list(found.verdicts(asked)), [*costs, *_foreign_notes(args, found)])
+    notes = [*costs, *_foreign_notes(args, found), *_kept_notes(args, found)]
+    shown = Shown(asked, found, list(found.verdicts(asked)), notes)
     made = _result(args, shown, workload)
     if told is None:
         results.emit(made, [shown.table(), "", *shown.words()], args.out, as_json=args.json)
@@ -103,21 +104,27 @@ def _identity(args: argparse.Namespace, workload: GeneratedWorkload) -> str:
 
 def _rows(args: argparse.Namespace) -> list[Row]:
     """The baseline, and the others."""
-    given = dict(args.url or ())
+    given = args.url or ()
     if given and (args.systems or args.server or args.model or args.passed or args.clock == "engine"):
         raise UsageError("--url: servers that run have their flags; MODEL, --systems, --server, --clock and what "
                          "stands behind -- are for servers that are started here")  # fmt: skip
     if given:
-        found = [Row(name, url=url.rstrip("/")) for name, url in given.items()]
+        found = [Row(name, url=url.rstrip("/")) for name, url in given]
     else:
         if not args.model:
             raise UsageError("MODEL: must be named, or servers that run with --url NAME=URL")
         systems = [one.strip() for one in (args.systems or f"{UPSTREAM},alise").split(",")]
-        named = {one: () if one in (UPSTREAM, TUNED) else ("--scheduler-cls", one) for one in systems}
-        named |= {name: tuple(shlex.split(flags)) for name, flags in args.server or ()}
-        found = [Row(name, flags, tune=name == TUNED) for name, flags in named.items()]
+        named = [(one, () if one in (UPSTREAM, TUNED) else ("--scheduler-cls", one)) for one in systems]
+        found = [Row(name, flags, tune=name == TUNED) for name, flags in (*named, *(args.server or ()))]
+    flags = "--url" if given else "--systems, --server"
     if len(found) < 2 or not all(row.name for row in found):
-        raise UsageError(f"{'--url' if given else '--systems'}: must name at least two servers, the baseline first")
+        raise UsageError(f"{flags}: must name at least two servers, the baseline first")
+    names = [row.name for row in found]
+    for name in names:
+        if names.count(name) > 1 or name == names[0] + _AGAIN or "/" in name:
+            raise UsageError(
+                f"{flags}: {name}: must be a name of one server only, without / and not {names[0]}{_AGAIN}"
+            )
     if found[0].tune:
         raise UsageError(f"--systems: {TUNED} must not be the first: its flags are searched at the baseline's load")
     return found
@@ -164,6 +171,13 @@ def _clock_notes(args: argparse.Namespace) -> Iterator[str]:
 def _foreign_notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
     if args.clock == "wall" and not args.url and found.foreign_cores > _QUIET:
         yield f"others kept up to {found.foreign_cores:.1f} cores busy: repeat it where nobody else computes"
+
+
+def _kept_notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
+    made = [run.kept for each in found.beside.values() for run in each]
+    if args.url and any(made):
+        yield (f"{sum(made)} of {len(made)} runs are of an earlier command: if a server was restarted since "
+               "with other flags, give another --cells")  # fmt: skip
 
 
 def _hardware(args: argparse.Namespace) -> HardwareSpec:
@@ -218,6 +232,14 @@ def _named(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _server(text: str) -> tuple[str, tuple[str, ...]]:
+    name, flags = _named(text)
+    try:
+        return name, tuple(shlex.split(flags))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+
+
 def _loads(text: str) -> tuple[float, ...]:
     try:
         found = tuple(sorted({float(part) for part in text.split(",")}))
@@ -244,7 +266,7 @@ def _parser(passed: list[str]) -> Parser:
         "--systems", metavar="A,B", help="servers by what --scheduler-cls takes, the baseline first; upstream is vLLM "
         "as it is, upstream-tuned with the best of its own flags, which are searched (default: upstream,alise)",
     )  # fmt: skip
-    parser.add_argument("--server", action="append", type=_named, metavar="NAME=FLAGS",
+    parser.add_argument("--server", action="append", type=_server, metavar="NAME=FLAGS",
                         help="a further server, by flags of `vllm serve` of its own; repeatable")  # fmt: skip
     parser.add_argument("--url", action="append", type=_named, metavar="NAME=URL",
                         help="a server that runs, the baseline first; repeatable, instead of MODEL")  # fmt: skip

@@ -83,7 +83,7 @@ class Cells:
         """Return a run that was kept, or None; a damaged file is none."""
         try:
             found = json.loads(self._path(row, workload).read_text(encoding="utf-8"))
-            return found["run"] if isinstance(found["run"], dict) else None
+            return {**found["run"], "kept": True} if isinstance(found["run"], dict) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -108,12 +108,14 @@ class Beside:
     tbt_s: Floats
     """Gaps between tokens, of all requests."""
     timeline: Timeline
+    kept: bool
+    """Whether an earlier command made it."""
 
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> Beside:
         """Read it from what was kept of a run."""
         gaps = np.asarray([gap for each in run["itls"] for gap in each], float)
-        return cls(foreign_cores=float(run["foreign_cores"]), tbt_s=gaps, timeline=Timeline.of(run))
+        return cls(foreign_cores=float(run["foreign_cores"]), tbt_s=gaps, timeline=Timeline.of(run), kept="kept" in run)
 
 
 @dataclass
@@ -344,7 +346,8 @@ def _within_context(up: Up, cells: Cells, asked: Asked) -> Asked:
     if (kept := cells.read(row, nothing)) is None:
         kept = {"max_model_len": up.server(row).max_model_len}
         cells.keep(row, nothing, kept)
-    return replace(asked, workload=asked.workload.model_copy(update=kept))
+    context = {"max_model_len": kept["max_model_len"]}
+    return replace(asked, workload=asked.workload.model_copy(update=context))
 
 
 def _capacity(up: Up, cells: Cells, asked: Asked, tell: Callable[[str], None]) -> float:

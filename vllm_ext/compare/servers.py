@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import subprocess
@@ -81,6 +82,8 @@ class _Http:
                 found = sent(self.url, self.model, list(made.start()), forced=self.forced, log=log)
         if self.process is not None and not self.process.is_running():
             raise ServerError(f"the server ended while it served; its last lines:\n{self.process.log_tail()}")
+        if self.process is None:
+            served_model(self.url)  # who is gone has not failed these requests, and they are sent again once it is back
         return {**found, "timeline": watch.timeline.kept()}
 
 
@@ -145,17 +148,19 @@ class There:
 
 
 def served_model(url: str) -> tuple[str, int]:
-    """Return the name of the model that a server serves, and its context.
+    """Return the name of the model that a server serves, and its context; asked with the key that requests carry.
 
     Raises:
         ServerError: It does not answer, or is no server of a model.
     """
+    headers = {"Authorization": f"Bearer {key}"} if (key := envs.client_key()) else {}
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as response:
+        request = urllib.request.Request(f"{url}/v1/models", headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as response:
             (first, *_) = json.load(response)["data"]
             return str(first["id"]), int(first.get("max_model_len") or 2**31)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ServerError(f"{url}/v1/models: {error}") from error
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        raise ServerError(f"{url}/v1/models: {' '.join(str(error).split())}") from error
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ _SPREAD = {
 
 _HARDLY = 0.1
 """Share of the time with a queue below which no order gains much; as of `vllm_ext:load_waiting_share`."""
+_LOST = 0.01
+"""Share of the requests that may fail on a server, and not on the baseline, without its being told worse."""
 _MOST_TENANTS, _OF_A_TENANT, _TENANT_CHARS = 32, 20, 12
 """Tenants that are looked at, those who send most; how many requests make a mean; and what is shown of a name."""
 
@@ -63,7 +65,9 @@ class Shown:
         return ON_TIME if self.asked.workload.tiers else MEAN
 
     def is_better(self, server: str) -> bool:
-        """Whether a server is better at a load by what is wanted, and at none worse by that or by the tail."""
+        """Whether a server is better at a load by what is wanted, and at none worse by that, the tail, or failures."""
+        if any(self._loses(server, load) for load in self.asked.loads):
+            return False
         mine = [one for one in self.verdicts if one.server == server]
         kinds = [one.kind for one in mine if one.measure in (self.wanted, P99)]
         return "worse" not in kinds and any(one.kind == "better" for one in mine if one.measure == self.wanted)
@@ -162,6 +166,12 @@ class Shown:
         known = [count for count in counts if count is not None]
         return sum(known) / len(known) if counts and len(known) == len(counts) else None
 
+    def _loses(self, server: str, load: float) -> bool:
+        """Whether more requests fail than on the baseline: latencies leave them out, so that these look better."""
+        _, (ours, base, _) = self.found.pairs(server, self.asked, load)
+        lost = sum(one.failed - other.failed for one, other in zip(ours, base, strict=True))
+        return lost > _LOST * sum(len(one.e2e_s) for one in ours)
+
     def _waiting_share(self, load: float) -> float | None:
         """Return the share of moments in which somebody waited on the baseline; None where nobody looked."""
         lines = [one.timeline.waiting for one in self.found.beside.get((self.asked.baseline.name, load), ())]
@@ -183,7 +193,11 @@ class Shown:
                     said = _said(mine)
                     if (share := self._waiting_share(load)) is not None and share < _HARDLY:
                         said += f"; somebody waits {share:.0%} of the time: there is hardly a queue to order"
-                    told = _Told(where, said, _kind(mine, self.wanted), self._who_pays(row.name, load))
+                    kind = _kind(mine, self.wanted)
+                    if self._loses(row.name, load):
+                        failed, kind = sum(run.failed for run in self._runs(row.name, load)), "worse"
+                        said = f"{failed} requests failed, more than on the baseline; of the others: {said}"
+                    told = _Told(where, said, kind, self._who_pays(row.name, load))
                     found[row.name].append(told)
         return found
 

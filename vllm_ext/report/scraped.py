@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import math
 import time
 import urllib.request
@@ -51,5 +52,8 @@ def scraped(url: str) -> Snapshot:
     Raises:
         OSError, ValueError: it does not answer, or with something else.
     """
-    with urllib.request.urlopen(f"{url}/metrics", timeout=_TIMEOUT_S) as answer:
-        return Snapshot.parsed(answer.read().decode(), time.monotonic())
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=_TIMEOUT_S) as answer:
+            return Snapshot.parsed(answer.read().decode(), time.monotonic())
+    except http.client.HTTPException as error:
+        raise OSError(f"{url}/metrics: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -83,8 +84,11 @@ class LogDetails:
 def _in_sample(name: str, share: float) -> bool:
     if share >= 1:
         return True
-    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest) < share * _UNSIGNED
+    return _digest(name.encode(errors="surrogatepass")) < share * _UNSIGNED
+
+
+def _digest(content: bytes, key: bytes = b"") -> int:
+    return int.from_bytes(blake2b(content, key=key, digest_size=8).digest())
 
 
 def hash_ids(request: Request, block_tokens: int) -> list[int] | None:
@@ -100,7 +104,8 @@ def hash_ids(request: Request, block_tokens: int) -> list[int] | None:
     found = [int.from_bytes(each[:8]) for each in hashes[per_id - 1 : whole : per_id]]
     if len(prompt) % HASH_BLOCK_TOKENS:
         last = hashes[whole - 1] if whole else b""
-        found.append(hash((last, request.cache_salt, *prompt[whole * block_tokens :])) & _UNSIGNED)
+        rest = array("q", prompt[whole * block_tokens :]).tobytes() + repr(request.cache_salt).encode()
+        found.append(_digest(rest, last[:64]))  # not `hash`, which each engine seeds anew
     return found
 
 

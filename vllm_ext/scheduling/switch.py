@@ -18,6 +18,8 @@ logger = init_logger("vllm.vllm_ext.switch")
 
 _BOUNDS = {"least_ttft_ms": "ttft_s", "least_tbt_ms": "tbt_s", "least_jct_ms": "e2e_s"}
 _MS = 1000.0
+_SHOWN_CHARS = 200
+"""Of a name or a value that is not allowed."""
 
 
 class Settings(BaseModel):
@@ -29,11 +31,11 @@ class Settings(BaseModel):
     """``arrival``: from the next step on requests are served first come, first served, and no policy is asked."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a step at most; None: as the server was started."""
-    least_ttft_ms: float = Field(default=0.0, ge=0, strict=False)
+    least_ttft_ms: float = Field(default=0.0, ge=0)
     """New requests that ask for an earlier first token are scheduled as if they had asked for this."""
-    least_tbt_ms: float = Field(default=0.0, ge=0, strict=False)
+    least_tbt_ms: float = Field(default=0.0, ge=0)
     """The same for gaps between tokens."""
-    least_jct_ms: float = Field(default=0.0, ge=0, strict=False)
+    least_jct_ms: float = Field(default=0.0, ge=0)
     """The same for the last token."""
 
 
@@ -65,7 +67,8 @@ class PolicySwitch:
             settings = Settings.model_validate({**now.model_dump(), **(wanted or {})})
         except ValidationError as error:
             first = error.errors()[0]
-            return {"problem": f"{'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}"}
+            name, value = ".".join(map(str, first["loc"])), repr(first["input"])
+            return {"problem": f"{name[:_SHOWN_CHARS]}={value[:_SHOWN_CHARS]}: {first['msg']}"}
         if problem := self._problem(settings):
             return {"problem": problem}
         if settings != self.settings:
