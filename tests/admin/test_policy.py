@@ -39,12 +39,25 @@ def test_every_engine_is_told_and_answers(method: str, body: Any, wanted: Any, o
     assert client.asked == [(number, "vllm_ext_policy", wanted) for number in (0, 1)]
 
 
-@pytest.mark.parametrize("body", [{"order": "x"}, [1], "arrival", None])
-def test_what_is_not_allowed_is_answered_in_a_line(body: Any) -> None:
-    answer = server(Client(refuses)).post(URL, json=body)
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"order": "x"}', "order='x': must be another"),
+        ("[1]", "body: must be a JSON object"),
+        ('"arrival"', "body: must be a JSON object"),
+        ("{", "body: Expecting property name"),
+        ("[" * 100_000, "body: maximum recursion depth"),
+    ],
+)
+def test_what_is_not_allowed_is_answered_in_a_line(body: str, said: str) -> None:
+    answer = server(Client(refuses)).post(URL, content=body)
     assert answer.status_code == 400
-    if isinstance(body, dict):
-        assert answer.json()["error"]["message"].startswith("order='x': must be another")
+    assert answer.json()["error"]["message"].startswith(said)
+
+
+def test_nothing_is_said_of_a_body_without_the_key() -> None:
+    assert server(Client(refuses), key=None).post(URL, content="{").status_code == 401
+    assert server(Client(refuses), policy=False).post(URL, content="{").status_code == 404
 
 
 @pytest.mark.parametrize(("key", "status"), [(None, 401), ("another-key-of-somebody", 401), (KEY, 200)])

@@ -98,13 +98,16 @@ def test_a_server_that_is_faster_as_it_refuses_requests_is_not_better(
     backend: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend.slower["alise"] = 0.5
-    backend.refuses.add("alise")
+    backend.refuses["alise"] = 2
     assert run(tmp_path) == 1
     said = capsys.readouterr().err
     assert "60 requests failed, more than on the baseline; of the others: better, times: mean e2e" in said
     assert "set these flags" not in said
-    backend.refuses |= {"upstream", "upstream, again"}
+    backend.refuses |= {"upstream": 2, "upstream, again": 2}
     assert run(tmp_path / "both") == 0, "who is refused by all is left out of all"
+    backend.refuses = {"alise": 1}
+    assert run(tmp_path / "all") == 3
+    assert re.search(r"alise at 0.9 \(.* requests/s\): it answered no request", capsys.readouterr().err)
 
 
 def test_equal_ones_differ_by_nothing_that_is_seen(
@@ -190,6 +193,7 @@ def test_objectives_are_judged_where_there_are_some(
     ("flags", "said"),
     [
         (["--systems", "upstream"], "--systems, --server: must name at least two servers, the baseline first"),
+        (["--systems", "upstream,alis"], "vllm_ext.system='alis': one of fcfs"),
         (["--systems", "upstream,alise,alise"], "alise: must be a name of one server only"),
         (["--server", "upstream=--max-num-seqs 4"], "upstream: must be a name of one server only"),
         (["--server", "upstream, again=--seed 1"], "upstream, again: must be a name of one server only"),

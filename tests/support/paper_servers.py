@@ -27,8 +27,8 @@ class Paper:
         self.served: list[tuple[str, WorkloadSpec]] = []
         self.told: list[tuple[str, WorkloadSpec]] = []
         self.dies: set[str] = set()
-        self.refuses: set[str] = set()
-        """Servers on which every second request fails."""
+        self.refuses: dict[str, int] = {}
+        """Server -> of how many requests one fails."""
         self.has_metrics = True
         self.waiting = [0, 2]
         self.up = 0
@@ -72,10 +72,11 @@ class _Server:
             "kv_used": [0.1, 0.4],
             "preemptions": 3,
         }
+        every = self.backend.refuses.get(self.row.name, 0)
         return {
             "ttfts": [end - mean / 2 for end in ends], "latencies": ends, "itls": [[mean / 2]] * len(ends),
             "output_lens": [max(2, one.output_tokens) for one in requests],
             "input_lens": [one.prompt_tokens for one in requests], "queue_times": [0.0] * len(ends),
-            "errors": ["busy" * (at % 2 and self.row.name in self.backend.refuses) for at in range(len(ends))],
+            "errors": ["busy" * (every > 0 and at % every == 0) for at in range(len(ends))],
             **({"timeline": watched} if self.backend.has_metrics else {}),
         }  # fmt: skip

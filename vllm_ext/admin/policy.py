@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends
+from fastapi import APIRouter, Depends, Request
 from vllm.exceptions import VLLMValidationError
 
 from vllm_ext.admin.engines import PREFIX, Engines, admitted
@@ -25,12 +26,18 @@ async def settings(engines: Admitted) -> dict[str, Any]:
 
 
 @router.post("")
-async def change(engines: Admitted, wanted: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+async def change(engines: Admitted, request: Request) -> dict[str, Any]:
     """Change what is named, from the next step on, in every engine; see ``vllm_ext.scheduling.switch.Settings``.
 
     Raises:
         VLLMValidationError: A value is not allowed; nothing was changed (status 400).
     """
+    try:
+        wanted = json.loads(await request.body())  # by hand: FastAPI would read a body before it asks for the key
+    except (ValueError, RecursionError) as error:
+        raise VLLMValidationError(f"body: {error}", parameter="body") from error
+    if not isinstance(wanted, dict):
+        raise VLLMValidationError("body: must be a JSON object of settings", parameter="body")
     return await _change(engines, wanted)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from vllm_ext import systems
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need, split
 from vllm_ext.compare.observed import pooled
@@ -113,8 +114,11 @@ def _rows(args: argparse.Namespace) -> list[Row]:
     else:
         if not args.model:
             raise UsageError("MODEL: must be named, or servers that run with --url NAME=URL")
-        systems = [one.strip() for one in (args.systems or f"{UPSTREAM},alise").split(",")]
-        named = [(one, () if one in (UPSTREAM, TUNED) else ("--scheduler-cls", one)) for one in systems]
+        listed = [one.strip() for one in (args.systems or f"{UPSTREAM},alise").split(",")]
+        for one in listed:
+            if one and one not in (UPSTREAM, TUNED) and "." not in one:
+                systems.resolve(one)  # not when the baseline has been served
+        named = [(one, () if one in (UPSTREAM, TUNED) else ("--scheduler-cls", one)) for one in listed]
         found = [Row(name, flags, tune=name == TUNED) for name, flags in (*named, *(args.server or ()))]
     flags = "--url" if given else "--systems, --server"
     if len(found) < 2 or not all(row.name for row in found):

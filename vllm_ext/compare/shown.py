@@ -188,14 +188,17 @@ class Shown:
         for row in self.asked.others:
             found[row.name] = []
             for load in self.asked.loads:
-                if mine := [one for one in self.verdicts if (one.server, one.load) == (row.name, load)]:
-                    where = f"{row.name} at {load:g} ({load * self.found.rate_per_s:.3g} {self.asked.unit}/s)"
+                where = f"{row.name} at {load:g} ({load * self.found.rate_per_s:.3g} {self.asked.unit}/s)"
+                runs = self._runs(row.name, load)
+                if runs and all(run.failed == len(run.e2e_s) for run in runs):
+                    found[row.name].append(_Told(where, "it answered no request", "worse", []))
+                elif mine := [one for one in self.verdicts if (one.server, one.load) == (row.name, load)]:
                     said = _said(mine)
                     if (share := self._waiting_share(load)) is not None and share < _HARDLY:
                         said += f"; somebody waits {share:.0%} of the time: there is hardly a queue to order"
                     kind = _kind(mine, self.wanted)
                     if self._loses(row.name, load):
-                        failed, kind = sum(run.failed for run in self._runs(row.name, load)), "worse"
+                        failed, kind = sum(run.failed for run in runs), "worse"
                         said = f"{failed} requests failed, more than on the baseline; of the others: {said}"
                     told = _Told(where, said, kind, self._who_pays(row.name, load))
                     found[row.name].append(told)

@@ -15,8 +15,6 @@ def _minor(version: str) -> tuple[int, int]:
 _OLDEST, _NEWEST = _minor(SUPPORTED[0]), _minor(SUPPORTED[-1])
 TEXT = f"{_OLDEST[0]}.{_OLDEST[1]} to {_NEWEST[0]}.{_NEWEST[1]}"
 """For a sentence."""
-SPECIFIER = f">={_OLDEST[0]}.{_OLDEST[1]},<{_NEWEST[0]}.{_NEWEST[1] + 1}"
-"""For an installer."""
 
 
 def is_supported(version: str) -> bool:
