@@ -117,7 +117,7 @@ def _options(**sections: Any) -> str:
     return f"--additional-config {shlex.quote(json.dumps({'vllm_ext': sections}))}"
 
 
-def _model(*, layers: int, kv_heads: int) -> str:
+def model_flags(*, layers: int, kv_heads: int) -> str:
     """Return flags of a model with random weights whose prompts take time, so that KV is worth something."""
     fields = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": layers, "num_attention_heads": 8,
               "num_key_value_heads": kv_heads, "head_dim": 64, "max_position_embeddings": 2048}  # fmt: skip
@@ -219,7 +219,8 @@ COMPARISONS: Mapping[str, Comparison] = {
             + _options(residency={"choose": "swap"}, kv_tier={"gib": 1.0, "bits": 8, "store": "ahead"}),
             "records, a fifth": f"{_PUBLISHED} {_options(kv_tier={'gib': 0.0, 'device_int8_share': 0.2})}",
         },
-        engine=f"{_model(layers=4, kv_heads=8)} --max-model-len 1024 --max-num-seqs 48 --num-gpu-blocks-override 97",
+        engine=f"{model_flags(layers=4, kv_heads=8)} --max-model-len 1024 --max-num-seqs 48 "
+        "--num-gpu-blocks-override 97",
         workload={"source": "sharegpt-like", "max_tokens": 512},
         given=("--loads", "1.5", "--requests", "120", "--budget-minutes", "40"),
         columns={"mean normalised": "s per output token", MEAN: "mean e2e, s", P99: "P99 e2e, s",
