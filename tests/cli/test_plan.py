@@ -17,6 +17,7 @@ from vllm_ext.cli import new_policy
 from vllm_ext.cli.plan import main
 from vllm_ext.config import tuned
 from vllm_ext.report import results
+from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
 from vllm_ext.simulation.plan import candidates, saturation, search
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import pools
@@ -121,7 +122,7 @@ def test_the_answer_is_a_command_with_what_each_change_brings(
 
 def planned(path: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
     """Plan; return the result and what was said."""
-    assert main(["--trace", str(path), *flags, *FAST]) == 0
+    assert main(["--trace", str(path), *FAST, *flags]) == 0
     shown = capsys.readouterr()
     return json.loads(shown.out.splitlines()[-1]), shown.err
 
@@ -295,6 +296,20 @@ def test_the_command_is_the_server_that_was_simulated(
     memory = 0.9 if "0.9" in words else EngineArgs.gpu_memory_utilization
     assert config["spec"]["hardware"]["gpu_memory_utilization"] == memory
     assert set(ran) == {"upstream-priority" if "priority" in words else "upstream-fcfs"}
+
+
+def test_what_must_be_known_of_the_step_times_stands_in_result_and_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up(monkeypatch)
+    Fitted(StepCurve(base_s=0.1)).save(tmp_path / "cost.json")
+    page = tmp_path / "plan.html"
+    costs = ["--cost", "fitted", "--profile", str(tmp_path / "cost.json"), "--html", str(page)]
+    result, said = planned(trace(tmp_path / "mine.jsonl"), *costs, capsys=capsys)
+    (line,) = result["config"]["costs"]
+    assert line == "step times of cost.json: nothing is known of its fit"
+    assert line in said
+    assert line in page.read_text(encoding="utf-8")
 
 
 def test_a_printed_description_is_the_same_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

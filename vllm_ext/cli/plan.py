@@ -20,6 +20,7 @@ from vllm_ext.report.page import Chart, Page, Section, Verdict, facts_of, write
 from vllm_ext.report.plots import Series, lines
 from vllm_ext.report.results import without_folder
 from vllm_ext.report.table import Table
+from vllm_ext.simulation.cost.spec import notes
 from vllm_ext.simulation.plan import evidence, search
 from vllm_ext.simulation.plan.answer import Answer, Doubt, answer, doubt, nearest, parts_of_choice
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, CHANGED, DEFAULT, Candidate, has_objectives
@@ -109,7 +110,8 @@ def _plan(args: argparse.Namespace) -> int:
     if args.plot is not None:
         writes.append(lambda: _draw(found, saturated, base, args.plot))
     if args.html is not None:
-        page = _page(made, found, saturated, base, sections, unsure, [*incomplete, *dropped])
+        costs = notes(base.hardware, base.cost)
+        page = _page(made, found, saturated, base, sections, unsure, [*costs, *incomplete, *dropped])
         writes.append(lambda: write(page, args.html))
     _write_all(writes)
     return FAILED if found.tried.failed or incomplete or found.unmet else 0
@@ -337,7 +339,8 @@ def _result(
         "spec": base.model_dump(mode="json"), "loads": sorted(found.pair), "recommended": found.choice.name,
         "flags": spec_flags.public(found.choice.flags()), "command": spec_flags.public(command_of(base, found.choice)),
         "not_in_command": [*not_in_command(base, found.choice)],
-        "helps_from": found.helps_from, "who_pays": found.who_pays,
+        "costs": spec_flags.public(notes(base.hardware, base.cost)), "helps_from": found.helps_from,
+        "who_pays": found.who_pays,
         "constraints": [str(one) for one in found.objective.constraints], "constraints_hold": not found.unmet,
         "over_as_it_is": {
             candidate.name: {f"{load:g}": str(found.compared(candidate, load, metric)) for load in runs}
