@@ -108,6 +108,7 @@ def main(argv: Sequence[str]) -> None:
     }  # fmt: skip
     rows = [[server, measure, *(told[server, measure, kind] for kind in ("better", "worse", "same"))]
             for server in (EQUAL.name, SLOWER.name) for measure in measures]  # fmt: skip
+    columns = ["server", "measure", "better", "worse", "no difference seen"]
     false = {measure: 1 - shares[EQUAL.name, measure, "same"] for measure in measures}
     config = {
         "hardware": HARDWARE.model_dump(), "step_noise": NOISE, "delay_s": DELAY_S, "requests": requests,
@@ -116,7 +117,7 @@ def main(argv: Sequence[str]) -> None:
     result = Result(
         name="compare_noise",
         command=command(argv, __file__),
-        config=config,
+        config={**config, "columns": columns, "rows": rows},
         seed=args.seed,
         workload=Workload(name="sharegpt-like, a quarter", rows=requests,
                           sha256=hashlib.sha256(repr(config).encode()).hexdigest()),
@@ -131,8 +132,7 @@ def main(argv: Sequence[str]) -> None:
                   facts=f"95 % interval {_interval(shares[SLOWER.name, MEAN, 'worse'], seeds)} of {seeds} seeds")
         ],
     )  # fmt: skip
-    emit(result, [Table(["server", "measure", "better", "worse", "no difference seen"], rows,
-                        title=f"verdicts of {seeds} seeds")], args.out)  # fmt: skip
+    emit(result, [Table(columns, rows, title=f"verdicts of {seeds} seeds")], args.out)
 
 
 def _interval(share: float, count: int) -> str:
