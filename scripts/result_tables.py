@@ -120,7 +120,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "tuning-lengths": partial(kept, name="tuning.json", title="lengths"),
     "engine-clock": engine_clock,
     "plan-held-out": partial(kept, name="plan_held_out.json"),
-    "compare-noise": partial(kept, name="compare_noise.json"),
     "shadow": partial(kept, name="shadow.json"),
     **{f"public-{name}": partial(public, name=name) for name in _PUBLIC},
 }  # fmt: skip
