@@ -127,7 +127,7 @@ class SloMatch(Admission):
     lost_steps: float = 1.0
     """Mean steps before it is certain that an objective can't be met, from which on it counts as lost."""
     lost_urgent: bool = False
-    """Whether a request whose objective is lost is urgent like one that can still be met, as published."""
+    """Whether a request whose objective is lost is urgent like one that can still be met."""
     match: bool = True
     """Choose by demand; False: in the order of the queue (ablation /Batch)."""
     ordered: bool = True
@@ -392,7 +392,7 @@ ROWS = (
                 "gamma_s": 0.75,
                 "gamma_steps": 0.0,
                 "lost_steps": 0.0,
-                "lost_urgent": True,
+                "lost_urgent": False,
                 "match": True,
                 "ordered": True,
                 "exclusive": True,
@@ -402,9 +402,9 @@ ROWS = (
                 "spare": False,
                 "max_victims": _ALL,
             },
-            "budget": {"fitted": False, "every_objective": True, "min_prefill_tokens": 1, "within_kv": True},
+            "budget": {"fitted": False, "every_objective": True, "min_prefill_tokens": 1, "within_kv": False},
         },
         paper=_PAPER,
-        summary="accelgen as published: lost objectives stay urgent, answers are preempted, equation 6 decides alone",
+        summary="accelgen as published: nobody is relegated, answers are preempted, equation 6 decides alone",
     ),
 )

@@ -43,7 +43,10 @@ DIFFERENCES = (
     "has paged KV and drops it where the original swaps; Sarathi-Serve's and FastGen's budgets are S_pf, as in the "
     "paper.",
     "AccelGen is the row accelgen-published: no aging, nobody relegated, equation 6 alone; `accelgen, ours` is beside "
-    "it. FastServe runs without its starvation limit of 30 s, with which it is slower here.",
+    "it. A request is urgent while it can still meet its objective, since urgent ones must run *to satisfy their SLOs* "
+    "(4.3), and a prompt starts when there is KV for all of it; the rows `who has lost stays urgent` and `prompts "
+    "start in what KV is left` read the paper otherwise. FastServe runs without its starvation limit of 30 s, with "
+    "which it is slower here.",
     "The Oracle is AccelGen with true output lengths, which matter to its JCT objectives and forecasts only; the "
     "paper's searches schedules on a simulator.",
 )
@@ -159,6 +162,13 @@ ABLATIONS = (
     _published("without Batch", "accelgen-no-batch", admission={"match": False}),
 )
 """The paper's /Chunk, /Order and /Batch."""
+READINGS = (
+    _published("who has lost stays urgent", PAPER.row, admission={"lost_urgent": True}),
+    _published("prompts start in what KV is left", PAPER.row, budget={"within_kv": True}),
+    _published("both", PAPER.row, admission={"lost_urgent": True}, budget={"within_kv": True}),
+    _published("who has lost goes last", PAPER.row, ordering={"relegate": True}),
+)
+"""Other readings of sections 4.2 to 4.4, and one rule of ours."""
 
 
 def baselines(panel: Panel) -> tuple[Variant, ...]:

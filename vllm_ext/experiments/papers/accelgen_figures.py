@@ -134,7 +134,15 @@ def fig11(runner: Runner) -> Findings:
         {
             (panel.name, c.name): base.spec(c, panel, load, runner.seed)
             for panel in panels
-            for c in (*base.baselines(panel), base.UPSTREAM, base.tuned(panel), base.ACCELGEN, base.ORACLE, base.OURS)
+            for c in (
+                *base.baselines(panel),
+                base.UPSTREAM,
+                base.tuned(panel),
+                base.ACCELGEN,
+                base.ORACLE,
+                base.OURS,
+                *base.READINGS,
+            )
         }
     )
     pivots = {panel.name: panel.pivot_tokens for panel in panels}
