@@ -135,15 +135,17 @@ def test_all_claims_are_kept_and_a_missed_one_has_its_reason() -> None:
 
 def test_documentation_shows_paper_ours_and_ratio_of_each_result(tmp_path: Path) -> None:
     for name, ours in (("a", 3.0), ("b", 1.0)):
-        made = report.result(STUDY, findings(claim(ours=ours)), command="vllm-ext repro x", seed=0, quick=ours == 1.0)
+        made = report.result(STUDY, findings(claim(ours=ours)), command="vllm-ext repro x", seed=0, quick=False)
         (tmp_path / f"{name}.json").write_text(made.to_json(), encoding="utf-8")
     text = report.documentation(list(tmp_path.glob("*.json")))
     assert "| rate ratio | 2 | 3 | 1.50 | yes |" in text
     assert "| rate ratio | 2 | 1 | 0.50 | no: a reason |" in text
-    assert text.count("Measured with `--quick`") == 1
     made = report.result(STUDY, findings(claim(paper=0.0)), command="x", seed=0, quick=False)
     (tmp_path / "a.json").write_text(made.to_json(), encoding="utf-8")
     assert "| rate ratio | 0 | 3 | - | yes |" in report.documentation([tmp_path / "a.json"])
+    (tmp_path / "a.json").write_text(replace(made, config={**made.config, "quick": True}).to_json(), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.json is not the result of a reproduction: .*no verdict"):
+        report.documentation([tmp_path / "a.json"])
     assert "- no GPU" in text
 
 
@@ -232,7 +234,7 @@ def run_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
     """Runs an experiment of three requests with the command."""
     experiment = replace(STUDY, id="tiny", run=three_requests)
     monkeypatch.setattr(catalogue, "experiments", lambda: {"tiny": experiment})
-    return lambda *more: command.main(["tiny", "--cache", str(tmp_path / "cache"), "--jobs", "1", "--quick", *more])
+    return lambda *more: command.main(["tiny", "--cache", str(tmp_path / "cache"), "--jobs", "1", *more])
 
 
 def test_run_writes_the_result_its_plots_and_one_json_line(
@@ -244,9 +246,22 @@ def test_run_writes_the_result_its_plots_and_one_json_line(
     result = json.loads(printed.out.splitlines()[-1])
     assert result == json.loads(out.read_text(encoding="utf-8"))
     assert result["metrics"]["requests"] == 3
-    assert result["config"]["quick"] is True
+    assert result["config"]["quick"] is False
+    assert [claim["met"] for claim in result["claims"]] == [True]
     assert "paper" in printed.err
     assert (tmp_path / "result-curve.png").read_bytes() == b"picture"
+
+
+def test_a_quick_run_says_nothing_of_the_paper(
+    run_one: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert run_one("--quick", "--html", str(page)) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1])["claims"] == []
+    for shown in (printed.err, page.read_text(encoding="utf-8")):
+        assert "no verdict: the traces of --quick are too short" in shown
+        assert "rate ratio" not in shown
 
 
 def test_page_has_the_claims_the_figures_and_the_differences(run_one: Callable[..., int], tmp_path: Path) -> None:
@@ -258,7 +273,7 @@ def test_page_has_the_claims_the_figures_and_the_differences(run_one: Callable[.
     assert 'aria-label="A table: figure tiny-curve' in shown
     assert "picture" in shown
     assert "<p>no GPU</p>" in shown
-    assert "vllm-ext repro tiny --quick" in shown
+    assert "vllm-ext repro tiny" in shown
 
 
 def test_sources_that_are_not_committed_refuse_the_result_before_and_after_the_run(

@@ -46,7 +46,7 @@ def tables(experiment: Experiment, findings: Findings) -> list[object]:
         f"{experiment.id}: {experiment.title}\n{experiment.paper}; measured as {experiment.row}\n",
         *findings.tables,
         "",
-        Table(_HEADER, [_row(claim.as_dict()) for claim in findings.claims]),
+        Table(_HEADER, [_row(claim.as_dict()) for claim in findings.claims]) if findings.claims else _NO_VERDICT,
         "\n".join(["\nnot as in the paper:", *(f"- {line}" for line in experiment.differences), ""]),
     ]
 
@@ -67,8 +67,9 @@ def page(experiment: Experiment, findings: Findings, made: Result) -> Page:
     sections += [Section(title=table.title or f"Table {at}", table=replace(table, title=""))
                  for at, table in enumerate(findings.tables, start=1)]  # fmt: skip
     if experiment.paper:
-        compared = Table(_HEADER, [_row(one.as_dict()) for one in made.claims])
-        sections.insert(0, Section(title=f"Beside {experiment.paper}", table=compared))
+        compared = Table(_HEADER, [_row(one.as_dict()) for one in made.claims]) if made.claims else None
+        beside = Section(title=f"Beside {experiment.paper}", table=compared, text="" if compared else _NO_VERDICT)
+        sections.insert(0, beside)
         sections.append(Section(title="Not as in the paper", text="\n".join(experiment.differences)))
     return Page(
         title=f"{experiment.id}: {experiment.title}", verdicts=verdicts, sections=sections, command=made.command,
@@ -76,6 +77,7 @@ def page(experiment: Experiment, findings: Findings, made: Result) -> Page:
     )  # fmt: skip
 
 
+_NO_VERDICT = "no verdict: the traces of --quick are too short to be held against the paper"
 _SEE = "see the differences"
 _HEADER = ("figure", "paper", "ours", "ours / paper", "reached")
 
@@ -128,7 +130,7 @@ def _section(raw: dict[str, Any], stem: str) -> str:
     lines += [f"`{raw['command']}`, commit {measured_at(raw)}.", ""]
     lines += [_said_of_row(raw), ""]
     if config["quick"]:
-        lines += ["**Measured with `--quick`: shorter traces than those of the full run.**", ""]
+        raise ValueError(_NO_VERDICT)
     rows = []
     for claim in raw["claims"]:
         name, paper, ours, ratio, reached = _row(claim)
