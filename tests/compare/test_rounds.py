@@ -117,12 +117,12 @@ def test_a_repeat_that_some_servers_lack_does_not_count(
 ) -> None:
     found = run(Paper(), tmp_path, asked(precision=1e-9))
     for row, count in zip(ROWS, ran, strict=True):
-        found.runs[row.name, 0.9] = {at: one for at, one in found.runs[row.name, 0.9].items() if at < count}
-        found.beside[row.name, 0.9] = found.beside[row.name, 0.9][:count]
+        for repeat in range(count, REPEATS):
+            del found.runs[row.name, 0.9][repeat], found.beside[row.name, 0.9][repeat]
     found.failed = {failed: "it ended"} if failed else {}
     whole = found.whole_repeats(asked())
     assert tuple(len(whole.runs.get((row.name, 0.9), ())) for row in ROWS) == left
-    assert [*whole.beside.values()] == [found.beside[key][: len(runs)] for key, runs in whole.runs.items()]
+    assert whole.beside == {key: {at: found.beside[key][at] for at in runs} for key, runs in whole.runs.items()}
 
 
 def test_each_run_says_how_much_is_left(tmp_path: Path) -> None:

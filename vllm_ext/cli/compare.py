@@ -178,7 +178,7 @@ def _foreign_notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
 
 
 def _kept_notes(args: argparse.Namespace, found: Found) -> Iterator[str]:
-    made = [run.kept for each in found.beside.values() for run in each]
+    made = [run.kept for each in found.beside.values() for run in each.values()]
     if args.url and any(made):
         yield (f"{sum(made)} of {len(made)} runs are of an earlier command: if a server was restarted since "
                "with other flags, give another --cells")  # fmt: skip

@@ -129,8 +129,8 @@ class Found:
     offered: dict[tuple[float, int], Sequence[SimRequest]] = field(default_factory=dict)
     flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Of servers that were tuned."""
-    beside: dict[tuple[str, float], list[Beside]] = field(default_factory=dict)
-    """Server and load -> what else was seen of each run."""
+    beside: dict[tuple[str, float], dict[int, Beside]] = field(default_factory=dict)
+    """Server and load -> repeat -> what else was seen of its run."""
     failed: dict[str, str] = field(default_factory=dict)
     """Servers that did not start, or ended, and why."""
     stopped: str = ""
@@ -139,7 +139,7 @@ class Found:
     @property
     def foreign_cores(self) -> float:
         """Cores that others kept busy, in the run in which it was most."""
-        return max((one.foreign_cores for each in self.beside.values() for one in each), default=0.0)
+        return max((one.foreign_cores for each in self.beside.values() for one in each.values()), default=0.0)
 
     def pairs(self, server: str, asked: Asked, load: float) -> tuple[list[int], list[list[Observed]]]:
         """Return the repeats that a server, the baseline and its twin have of a load, and the runs of each."""
@@ -153,15 +153,16 @@ class Found:
 
         Of a load without a whole repeat, and of a server that failed, all is kept that there is.
         """
-        runs, beside = {}, {}
+        kept = Found(self.rate_per_s, offered=self.offered, flags=self.flags, failed=self.failed, stopped=self.stopped)
         going = [row.name for row in asked.rows if row.name not in self.failed]
         for load in asked.loads:
             whole = set.intersection(*(set(self.runs.get((name, load), {})) for name in going))
             for key in ((row.name, load) for row in asked.rows):
-                if kept := {at: run for at, run in self.runs.get(key, {}).items() if at in whole or not whole}:
-                    runs[key] = kept
-                    beside[key] = [one for at, one in zip(self.runs[key], self.beside[key], strict=True) if at in kept]
-        return replace(self, runs=runs, beside=beside)
+                for at, run in self.runs.get(key, {}).items():
+                    if at in whole or not whole:
+                        kept.runs.setdefault(key, {})[at] = run
+                        kept.beside.setdefault(key, {})[at] = self.beside[key][at]
+        return kept
 
     def verdicts(self, asked: Asked) -> Iterator[Verdict]:
         """Yield what is said of each server but the baseline and its twin."""
@@ -266,7 +267,7 @@ def _served(
             one = observed(run, requests)
             found.offered[load, repeat] = requests
             found.runs.setdefault((row.name, load), {})[repeat] = one
-            found.beside.setdefault((row.name, load), []).append(Beside.of(run))
+            found.beside.setdefault((row.name, load), {})[repeat] = Beside.of(run)
             failed = f", {one.failed} failed" if one.failed else ""
             mean = measured(one).get(MEAN, float("nan"))
             tell(f"repeat {repeat + 1}, {row.name} at {load:g}: mean e2e {mean:.4g} s{failed}")

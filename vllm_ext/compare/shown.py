@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_ext.compare.observed import MEAN, ON_TIME, P99, Observed, pooled
-from vllm_ext.compare.rounds import Asked, Found
+from vllm_ext.compare.rounds import Asked, Beside, Found
 from vllm_ext.compare.verdict import Verdict, who_pays
 from vllm_ext.report import page, plots
 from vllm_ext.report.results import Result
@@ -160,9 +160,12 @@ class Shown:
     def _runs(self, server: str, load: float) -> list[Observed]:
         return [*self.found.runs.get((server, load), {}).values()]
 
+    def _beside(self, server: str, load: float) -> list[Beside]:
+        return [*self.found.beside.get((server, load), {}).values()]
+
     def counted(self, server: str, load: float, name: str) -> float | None:
         """Return the mean over the repeats of what `Timeline` counts; None where a run does not know."""
-        counts = [getattr(one.timeline, name) for one in self.found.beside.get((server, load), ())]
+        counts = [getattr(one.timeline, name) for one in self._beside(server, load)]
         known = [count for count in counts if count is not None]
         return sum(known) / len(known) if counts and len(known) == len(counts) else None
 
@@ -174,7 +177,7 @@ class Shown:
 
     def _waiting_share(self, load: float) -> float | None:
         """Return the share of moments in which somebody waited on the baseline; None where nobody looked."""
-        lines = [one.timeline.waiting for one in self.found.beside.get((self.asked.baseline.name, load), ())]
+        lines = [one.timeline.waiting for one in self._beside(self.asked.baseline.name, load)]
         moments = [number > 0 for line in lines for number in line]
         return sum(moments) / len(moments) if moments else None
 
@@ -240,7 +243,7 @@ class Shown:
         for row in self.asked.rows:
             runs: Sequence[object] = self._runs(row.name, load)
             if name == "tbt_s":
-                runs = self.found.beside.get((row.name, load), ())
+                runs = self._beside(row.name, load)
             if len(together := np.concatenate([np.empty(0), *(parts := [getattr(one, name) for one in runs])])):
                 curves.append(plots.empirical_cdf(row.name, together, parts=parts))
         plots.cdf(curves, path, xlabel=f"{_SPREAD[name]} (s)", log_x=True)
@@ -251,7 +254,7 @@ class Shown:
         for row in self.asked.rows:
             if not (runs := self._runs(row.name, load)):
                 continue
-            line = self.found.beside[row.name, load][0].timeline
+            line = self._beside(row.name, load)[0].timeline
             if line.at_s:
                 waiting.append(plots.Series(label=row.name, x=line.at_s, y=line.waiting))
                 running.append(plots.Series(label=row.name, x=line.at_s, y=line.running))
