@@ -22,9 +22,6 @@ ADMIN_KEY = "VLLM_EXT_ADMIN_KEY"
 
 LEAST_KEY_CHARS = 16
 
-CLIENT_KEY = "OPENAI_API_KEY"
-"""Key that our clients send to servers, as that of ``vllm bench serve`` does."""
-
 PREDICTOR = "VLLM_EXT_PREDICTOR"
 """Set by a server for its API servers, not by users: the random name of the predictor that they share."""
 
@@ -45,11 +42,6 @@ def cache_dir() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser() / "vllm-ext"
     return Path.home() / ".cache" / "vllm-ext"
-
-
-def client_key() -> str:
-    """Return the key that servers want of their clients; empty: none."""
-    return os.environ.get(CLIENT_KEY, "")
 
 
 def commit() -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from vllm_ext import envs
 from vllm_ext.compare import servers
 from vllm_ext.compare.servers import Row, There, served_model
 from vllm_ext.demo.server import ServerError
@@ -37,7 +36,7 @@ class _Answers(BaseHTTPRequestHandler):
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     """A server that wants a key."""
-    monkeypatch.setenv(envs.CLIENT_KEY, KEY)
+    monkeypatch.setenv(servers.API_KEY, KEY)
     with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -52,7 +51,7 @@ def test_a_server_is_asked_with_the_key_that_requests_carry(
     there: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert served_model(url_of(there)) == ("llama", 512)
-    monkeypatch.delenv(envs.CLIENT_KEY)
+    monkeypatch.delenv(servers.API_KEY)
     with pytest.raises(ServerError, match="/v1/models: HTTP Error 401"):
         served_model(url_of(there))
 

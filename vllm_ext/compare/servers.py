@@ -24,6 +24,8 @@ from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
+API_KEY = "OPENAI_API_KEY"
+"""Variable with the key that the client of ``vllm bench serve`` sends, so that all that we ask has the same."""
 _LOG_LINES = 30
 
 
@@ -153,7 +155,7 @@ def served_model(url: str) -> tuple[str, int]:
     Raises:
         ServerError: It does not answer, or is no server of a model.
     """
-    headers = {"Authorization": f"Bearer {key}"} if (key := envs.client_key()) else {}
+    headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(API_KEY)) else {}
     try:
         request = urllib.request.Request(f"{url}/v1/models", headers=headers)
         with urllib.request.urlopen(request, timeout=30) as response:
