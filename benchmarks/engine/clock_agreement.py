@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from comparisons import model_flags
+from comparisons import by_server, model_flags
 
 from vllm_ext.cli import compare
 from vllm_ext.compare.observed import MEAN, P99
@@ -77,15 +77,14 @@ def main(argv: Sequence[str]) -> None:
 
 def judged(wall: Shown, made: Result, engine: Shown, by_clock: Result, said: str) -> Result:
     """Return both, the ratios and whether they are small enough."""
-    seconds = {clock: {ours(shown): one.metrics, **one.baselines}
-               for clock, shown, one in (("wall", wall, made), ("engine", engine, by_clock))}  # fmt: skip
+    by_wall, by_engine = by_server(wall, made), by_server(engine, by_clock)
     rows, claims, metrics, baseline = [], [], {}, {}
     for load in wall.asked.loads:
         for row in wall.asked.rows:
             for measure, allowed in MEASURES.items():
                 key = f"load_{load:g}.{measure}"
-                real, clocked = (seconds[clock][row.name][key] for clock in ("wall", "engine"))
-                twin = seconds["wall"][wall.asked.twin.name][key] / seconds["wall"][wall.asked.baseline.name][key]
+                real, clocked = by_wall[row.name][key], by_engine[row.name][key]
+                twin = by_wall[wall.asked.twin.name][key] / by_wall[wall.asked.baseline.name][key]
                 rows.append([f"{load:g}", row.name, measure, f"{real:.3g}", f"{clocked:.3g}", f"{clocked / real:.2f}",
                              f"{twin:.2f}"])  # fmt: skip
                 metrics[f"{row.name}.{key}_s"], baseline[f"{row.name}.{key}_s"] = clocked, real
@@ -101,11 +100,6 @@ def judged(wall: Shown, made: Result, engine: Shown, by_clock: Result, said: str
         made, name="clock_agreement", command=said, metrics=metrics, baselines={"wall clock": baseline}, claims=claims,
         config={**made.config, "columns": columns, "rows": rows, "stopped_by_the_clock": engine.found.stopped},
     )  # fmt: skip
-
-
-def ours(shown: Shown) -> str:
-    """Return whose metrics are not among the baselines'."""
-    return shown.asked.others[0].name
 
 
 if __name__ == "__main__":

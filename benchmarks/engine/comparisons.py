@@ -237,6 +237,11 @@ COMPARISONS: Mapping[str, Comparison] = {
 }  # fmt: skip
 
 
+def by_server(shown: Shown, made: Result) -> dict[str, Mapping[str, float]]:
+    """Return what was measured of each server, of which a result keeps one's apart from the baselines'."""
+    return {shown.asked.others[0].name: made.metrics, **made.baselines}
+
+
 def main(argv: Sequence[str]) -> int:
     """Compare, judge the goals, print and write; the exit status is that of `vllm-ext compare`."""
     parser = argument_parser(__doc__)
@@ -251,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
 
     def told(shown: Shown, made: Result) -> None:
         load = max(shown.asked.loads)
-        values = {shown.asked.others[0].name: made.metrics, **made.baselines}
+        values = by_server(shown, made)
         made = replace(made, name="comparisons", command=command(argv, __file__),
                        config={"compare": made.command, **made.config,
                                "tables": {args.comparison: chosen.table(shown, values)}},

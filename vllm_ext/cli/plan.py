@@ -110,8 +110,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.plot is not None:
         writes.append(lambda: _draw(found, saturated, base, args.plot))
     if args.html is not None:
-        costs = notes(base.hardware, base.cost)
-        page = _page(made, found, saturated, base, sections, unsure, [*costs, *incomplete, *dropped])
+        page = _page(made, found, saturated, base, sections, unsure, [*made.config["costs"], *incomplete, *dropped])
         writes.append(lambda: write(page, args.html))
     _write_all(writes)
     return FAILED if found.tried.failed or incomplete or found.unmet else 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.experiments.experiment import Experiment, Findings, served
+from vllm_ext.report.claim import Claim
 from vllm_ext.report.page import Chart, Page, Section, Verdict, facts_of
 from vllm_ext.report.provenance import measured_at
 from vllm_ext.report.results import Result, Workload
@@ -46,7 +47,7 @@ def tables(experiment: Experiment, findings: Findings) -> list[object]:
         f"{experiment.id}: {experiment.title}\n{experiment.paper}; measured as {experiment.row}\n",
         *findings.tables,
         "",
-        Table(_HEADER, [_row(claim.as_dict()) for claim in findings.claims]) if findings.claims else _NO_VERDICT,
+        _compared(findings.claims) or _NO_VERDICT,
         "\n".join(["\nnot as in the paper:", *(f"- {line}" for line in experiment.differences), ""]),
     ]
 
@@ -67,7 +68,7 @@ def page(experiment: Experiment, findings: Findings, made: Result) -> Page:
     sections += [Section(title=table.title or f"Table {at}", table=replace(table, title=""))
                  for at, table in enumerate(findings.tables, start=1)]  # fmt: skip
     if experiment.paper:
-        compared = Table(_HEADER, [_row(one.as_dict()) for one in made.claims]) if made.claims else None
+        compared = _compared(made.claims)
         beside = Section(title=f"Beside {experiment.paper}", table=compared, text="" if compared else _NO_VERDICT)
         sections.insert(0, beside)
         sections.append(Section(title="Not as in the paper", text="\n".join(experiment.differences)))
@@ -80,6 +81,11 @@ def page(experiment: Experiment, findings: Findings, made: Result) -> Page:
 _NO_VERDICT = "no verdict: the traces of --quick are too short to be held against the paper"
 _SEE = "see the differences"
 _HEADER = ("figure", "paper", "ours", "ours / paper", "reached")
+
+
+def _compared(claims: Sequence[Claim]) -> Table | None:
+    """Return the paper's figures beside ours; None where there is nothing to compare."""
+    return Table(_HEADER, [_row(claim.as_dict()) for claim in claims]) if claims else None
 
 
 def _row(claim: Mapping[str, Any]) -> tuple[object, ...]:
