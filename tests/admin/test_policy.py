@@ -45,6 +45,8 @@ def test_every_engine_is_told_and_answers(method: str, body: Any, wanted: Any, o
         ('{"order": "x"}', "order='x': must be another"),
         ("[1]", "body: must be a JSON object"),
         ('"arrival"', "body: must be a JSON object"),
+        ("null", "body: must be a JSON object"),
+        ("", "body: Expecting value"),
         ("{", "body: Expecting property name"),
         ("[" * 100_000, "body: maximum recursion depth"),
     ],

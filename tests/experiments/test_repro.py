@@ -258,7 +258,9 @@ def test_a_quick_run_says_nothing_of_the_paper(
     page = tmp_path / "page.html"
     assert run_one("--quick", "--html", str(page)) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out.splitlines()[-1])["claims"] == []
+    result = json.loads(printed.out.splitlines()[-1])
+    assert (result["claims"], result["config"]["quick"]) == ([], True)
+    assert "vllm-ext repro tiny --quick" in page.read_text(encoding="utf-8")
     for shown in (printed.err, page.read_text(encoding="utf-8")):
         assert "no verdict: the traces of --quick are too short" in shown
         assert "rate ratio" not in shown

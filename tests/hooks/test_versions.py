@@ -37,7 +37,9 @@ def test_the_text_names_the_first_and_the_last() -> None:
 def test_an_extra_installs_supported_versions_only(extra: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (requirement,) = project["optional-dependencies"][extra]
-    assert Requirement(requirement).specifier == SpecifierSet(">=0.31,<0.34")
+    oldest, newest = Version(versions.SUPPORTED[0]), Version(versions.SUPPORTED[-1])
+    supported = f">={oldest.major}.{oldest.minor},<{newest.major}.{newest.minor + 1}"
+    assert Requirement(requirement).specifier == SpecifierSet(supported) == SpecifierSet(">=0.31,<0.34")
 
 
 def test_the_readme_names_the_supported_versions() -> None:

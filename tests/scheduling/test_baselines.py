@@ -201,9 +201,11 @@ def test_a_paused_session_keeps_its_seat() -> None:
 
 def test_accelgen_can_cut_a_prompt_that_starts_to_the_kv_that_is_left() -> None:
     """16 blocks, 10 of them held: 6 are left for a prompt of 160 tokens, of which vLLM starts none."""
-    tables = []
-    for options in ({"budget": {"within_kv": True}}, {}):
-        rig = Rig("accelgen-published", num_blocks=17, max_num_batched_tokens=512, options=options)
+    cut = {"budget": {"within_kv": True}}
+    for system, options, expected in (
+        ("accelgen-published", cut, {"a": 160, "b": 96}), ("accelgen", cut, {"a": 160, "b": 96}),
+        ("accelgen-published", {}, {"a": 160}), ("accelgen", {}, {"a": 160}), (None, {}, {"a": 160}),
+    ):  # fmt: skip
+        rig = Rig(system, num_blocks=17, max_num_batched_tokens=512, options=options)
         add_all(rig, a=(160, 9, 9), b=(160, 9, 9))
-        tables.append(steps(rig, 1))
-    assert tables == [[{"a": 160, "b": 96}], [{"a": 160}]]
+        assert steps(rig, 1) == [expected], (system, options)
