@@ -85,6 +85,30 @@ def test_an_idle_engine_s_pause_belongs_to_no_step() -> None:
     assert [duration_s for _, duration_s in sink.steps] == [0.5, 0.5]
 
 
+@pytest.mark.parametrize(("goes_on", "taken"), [(True, 0.75), (False, 0.5)])
+def test_what_an_engine_does_between_two_steps_belongs_to_the_second_if_somebody_still_runs(
+    goes_on: bool, taken: float
+) -> None:
+    sink = Sink()
+    timer = StepTimer(sink)
+    for start in (1.0, 1.75):
+        timer.scheduled(output := step(a=1), running(a=10), start)
+        timer.finished(output, start + 0.5)
+        timer.goes_on(goes_on)
+    assert [duration_s for _, duration_s in sink.steps] == [0.5, taken]
+
+
+def test_a_profile_does_not_count_what_it_does_itself_between_two_steps() -> None:
+    sink = Sink()
+    timer = StepTimer(sink)
+    timer.measure_every_step()
+    for start in (1.0, 1.75):
+        timer.scheduled(output := step(a=1), running(a=10), start)
+        timer.finished(output, start + 0.5)
+        timer.goes_on(True)
+    assert [duration_s for _, duration_s in sink.steps] == [0.5, 0.5]
+
+
 def test_one_decode_step_in_eight_is_measured_after_the_first_twenty() -> None:
     sink = Sink()
     timer = StepTimer(sink)

@@ -147,8 +147,9 @@ class Observer:
         """Note that the output of a step arrived."""
         self.timer.finished(output, now)
 
-    def note_first_tokens(self, now: float) -> None:
-        """Stamp requests whose first token came with the output just processed."""
+    def processed(self, running: list[Request], now: float) -> None:
+        """Note that vLLM has processed a step's output: who still runs, and which requests got their first token."""
+        self.timer.goes_on(bool(running))
         if not self._awaiting_first_token:
             return
         for req_id, tracked in list(self._awaiting_first_token.items()):

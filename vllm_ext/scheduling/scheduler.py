@@ -336,7 +336,7 @@ class SteeredScheduler(AsyncScheduler):
                 lambda request: self.preempt_now(request, LOAD, drop_output=True),
             )
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.observer.note_first_tokens(now)
+        self.observer.processed(self.running, now)
         if self.tier_account is not None:
             self.tier_account.finished(scheduler_output.total_num_scheduled_tokens, self.has_requests, now)
         return outputs

@@ -43,10 +43,10 @@ class StepSink(Protocol):
 class StepTimer:
     """Pairs a scheduled step with its output and tells its sink how long it took.
 
-    A step takes from the moment it was scheduled, or from the end of the step before it where several are in flight
-    (async scheduling), to its output. What a synchronous engine does between an output and the next step, such as
-    sending tokens to their readers, is not in it. After the first 20 samples one step in 8 is measured, one in 2 of
-    those with prefill, and fewer of large batches: learning must not cost more than what it is good for.
+    A step takes from the output of the step before it to its own, which is what a reader of tokens sees: what an engine
+    does between two, such as sending them, is in it. After a pause, in which nobody runs, it takes from the moment it
+    was scheduled. After the first 20 samples one step in 8 is measured, one in 2 of those with prefill, and fewer of
+    large batches: learning must not cost more than what it is good for.
     """
 
     def __init__(self, sink: StepSink, *others: StepSink) -> None:
@@ -54,12 +54,14 @@ class StepTimer:
         self._others = others
         self._in_flight: dict[int, tuple[float, StepFeatures]] = {}
         self._last_end = float("-inf")
+        self._goes_on, self._counts_between = False, True
         self._skipped = 0
         self._samples_at_full_rate = _SAMPLES_AT_FIRST
 
     def measure_every_step(self) -> None:
-        """Leave no step out from now on."""
+        """Leave no step out from now on, and count nothing between two: there the caller of an engine has its turn."""
         self._samples_at_full_rate = sys.maxsize
+        self._counts_between = False
 
     def scheduled(self, output: Scheduled, running: Sequence[Running], now: float) -> None:
         """Note a step that was just scheduled, unless it is empty or not to be sampled."""
@@ -71,7 +73,12 @@ class StepTimer:
             return
         if len(self._in_flight) >= _MAX_IN_FLIGHT:  # outputs that never came: a failed step
             self._in_flight.clear()
-        self._in_flight[id(output)] = (now, self._features(output, running))
+        follows = self._goes_on and self._counts_between
+        self._in_flight[id(output)] = (self._last_end if follows else now, self._features(output, running))
+
+    def goes_on(self, running: bool) -> None:
+        """Note whether somebody still runs after a step's output: then the next step follows at once."""
+        self._goes_on = running
 
     def finished(self, output: Scheduled, now: float) -> None:
         """Note the output of a step."""
