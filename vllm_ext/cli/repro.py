@@ -47,6 +47,7 @@ def _repro(args: argparse.Namespace) -> int:
 
 def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
     """Run one; what goes wrong is told, so that the others can follow."""
+    from vllm_ext.experiments.repeats import merged
     from vllm_ext.experiments.report import page, result, tables
     from vllm_ext.experiments.runner import RunFailed, Runner
     from vllm_ext.report.page import write
@@ -68,11 +69,14 @@ def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
             check_committed(out)
         told = None if args.quiet else tell
         with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
-            findings = experiment.run(Runner(quick=args.quick, seed=args.seed, pool=pool, store=store, on_point=told))
+            seeds = range(args.seed, args.seed + (1 if args.quick else args.repeats or experiment.repeats))
+            runners = {seed: Runner(quick=args.quick, seed=seed, pool=pool, store=store, on_point=told)
+                       for seed in seeds}  # fmt: skip
+            findings = merged({seed: experiment.run(runner) for seed, runner in runners.items()})
         if args.quick and experiment.paper:
             findings = replace(findings, claims=())  # a trace of minutes has said twice what the full run says
-        quick, seed = " --quick" if args.quick else "", f" --seed {args.seed}" if args.seed else ""
-        command = f"{args.parser.prog} {experiment.id}{quick}{seed}"
+        said = {"--quick": args.quick, f"--seed {args.seed}": args.seed, f"--repeats {args.repeats}": args.repeats}
+        command = " ".join([args.parser.prog, experiment.id, *(flag for flag, given in said.items() if given)])
         made = result(experiment, findings, command=command, seed=args.seed, quick=args.quick)
         results.emit(made, tables(experiment, findings), out, as_json=args.json)
         if out is not None:
@@ -110,6 +114,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("id", nargs="*", help="reproductions to run, or all")
     parser.add_argument("--list", action="store_true", help="list them")
+    parser.add_argument("--repeats", type=common_flags.at_least(1), metavar="N",
+                        help="seeds, from --seed on (default: what the figure needs; --quick: 1)")  # fmt: skip
     parser.add_argument("--out-dir", type=common_flags.output_folder, metavar="DIR", help="write DIR/ID.json for each")
     parser.add_argument("--document", action="store_true", help=f"in a checkout: make {DOCUMENT} from {RESULTS}")
     common_flags.add(

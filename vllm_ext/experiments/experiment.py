@@ -34,6 +34,8 @@ class Variant:
     """Of vllm_ext."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `EngineSpec` in which it differs from the others."""
+    hardware: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `HardwareSpec` in which its device differs: bytes of a KV element."""
     workload: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `WorkloadSpec` in which its clients differ: what they announce."""
     start: float = 1.0
@@ -45,7 +47,7 @@ class Variant:
         """Return one run: what all variants share, and its own."""
         return SimulationSpec(
             engine=EngineSpec(system=self.system, options=dict(self.options), **{**LIMITS, **engine, **self.engine}),
-            hardware=hardware,
+            hardware=HardwareSpec(**{**hardware.model_dump(exclude_unset=True), **self.hardware}),
             workload=WorkloadSpec(**{**workload, **self.workload}),
             **more,
         )
@@ -146,6 +148,8 @@ class Experiment:
     """Of the systems table: which row the paper's system is; others stand beside it under names of their own."""
     differences: Sequence[str] = ()
     """What is not as in the paper, and what that does to the comparison."""
+    repeats: int = 1
+    """Seeds that its figures need."""
 
 
 class Paper:
@@ -164,15 +168,23 @@ class Paper:
         self._differences = differences
 
     def figure(
-        self, id: str, where: str, title: str, differences: Sequence[str] | None = None
+        self, id: str, where: str, title: str, differences: Sequence[str] | None = None, *, repeats: int = 1
     ) -> Callable[[Callable[[Runner], Findings]], Callable[[Runner], Findings]]:
-        """Return a decorator that lists what measures a figure or table; ``differences`` replace those of the paper."""
+        """Return a decorator that lists what measures a figure or table.
+
+        Args:
+            id: Name on the command line.
+            where: In the paper.
+            title: One line for the list.
+            differences: In place of those of the paper.
+            repeats: Seeds.
+        """
 
         def listed(run: Callable[[Runner], Findings]) -> Callable[[Runner], Findings]:
             stated = self._differences if differences is None else differences
             paper = f"{self._name}, {where}"
             self.experiments.append(
-                Experiment(id=id, paper=paper, title=title, row=self.row, differences=stated, run=run)
+                Experiment(id=id, paper=paper, title=title, row=self.row, differences=stated, run=run, repeats=repeats)
             )
             return run
 

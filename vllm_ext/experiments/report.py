@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.experiments.experiment import Experiment, Findings, served
-from vllm_ext.report.claim import Claim
+from vllm_ext.report.claim import Claim, PaperClaim
 from vllm_ext.report.page import Chart, Page, Section, Verdict, facts_of
 from vllm_ext.report.provenance import measured_at
 from vllm_ext.report.results import Result, Workload
@@ -35,7 +35,7 @@ def result(experiment: Experiment, findings: Findings, *, command: str, seed: in
         workload=Workload(name=name, rows=rows, sha256=sha256),
         metrics=findings.metrics,
         baselines=findings.baselines,
-        claims=[replace(claim, why=claim.why or ("" if claim.facts else _SEE)) for claim in findings.claims],
+        claims=findings.claims,
     )
 
 
@@ -54,11 +54,7 @@ def tables(experiment: Experiment, findings: Findings) -> list[object]:
 
 def page(experiment: Experiment, findings: Findings, made: Result) -> Page:
     """Return what `tables` has and the figures, as a page."""
-    verdicts = [
-        Verdict(text=f"{one.name}: {one.value:.4g}, wanted {one.op} {one.goal:g}{one.note and f' ({one.note})'}",
-                kind="met" if one.met else "missed")
-        for one in made.claims
-    ]  # fmt: skip
+    verdicts = [Verdict(text=str(one), kind="met" if one.met else "missed") for one in made.claims]
     charts = [
         Chart(caption=f"{experiment.id}{plot.suffix}", draw=plot.draw,
               alt=f"{experiment.title}: figure {experiment.id}{plot.suffix}, of the values in the tables below")
@@ -79,24 +75,24 @@ def page(experiment: Experiment, findings: Findings, made: Result) -> Page:
 
 
 _NO_VERDICT = "no verdict: the traces of --quick are too short to be held against the paper"
-_SEE = "see the differences"
-_HEADER = ("figure", "paper", "ours", "ours / paper", "reached")
+_HEADER = ("figure", "paper", "here", "verdict", "reason", "ours", "ours over tuned vLLM")
 
 
 def _compared(claims: Sequence[Claim]) -> Table | None:
     """Return the paper's figures beside ours; None where there is nothing to compare."""
-    return Table(_HEADER, [_row(claim.as_dict()) for claim in claims]) if claims else None
+    rows = [_row(claim) for claim in claims if isinstance(claim, PaperClaim)]
+    return Table(_HEADER, rows) if rows else None
 
 
-def _row(claim: Mapping[str, Any]) -> tuple[object, ...]:
-    reached = "yes" if claim["met"] else f"no: {claim['note'] or _SEE}"
-    return (
-        claim["name"],
-        float(claim["goal"]),
-        float(claim["value"]),
-        claim["value"] / claim["goal"] if claim["goal"] else None,
-        reached,
-    )
+def _row(claim: PaperClaim) -> tuple[object, ...]:
+    reason = f"{claim.reason.text} ({claim.reason.shown_by})" if claim.reason else ""
+    return claim.name, claim.paper, claim.measured, claim.verdict, reason, claim.ours, claim.tuned
+
+
+def of_paper(kept: Sequence[Mapping[str, Any]]) -> list[PaperClaim]:
+    """Return the paper's figures among the claims that a result keeps; all, of one from before there were verdicts."""
+    judged = [one for one in kept if "verdict" in one] or kept
+    return [PaperClaim.kept(one) for one in judged]
 
 
 def documentation(files: Sequence[Path], experiments: Iterable[str] = ()) -> str:
@@ -137,11 +133,8 @@ def _section(raw: dict[str, Any], stem: str) -> str:
     lines += [_said_of_row(raw), ""]
     if config["quick"]:
         raise ValueError(_NO_VERDICT)
-    rows = []
-    for claim in raw["claims"]:
-        name, paper, ours, ratio, reached = _row(claim)
-        shown = None if ratio is None else f"{ratio:.2f}"
-        rows.append((f"**{name}**" if claim["headline"] else name, paper, ours, shown, reached))
+    claims = of_paper(raw["claims"])
+    rows = [(f"**{claim.name}**" if claim.headline else claim.name, *_row(claim)[1:]) for claim in claims]
     lines.append(Table(_HEADER, rows).markdown().rstrip())
     lines += ["", "Not as in the paper:", ""]
     lines += [f"- {difference}" for difference in config["differences"]]

@@ -141,8 +141,7 @@ def emit(result: Result, tables: Sequence[object], out: Path | None = None, *, a
     for table in tables:
         print(table, file=sys.stderr)
     for one in result.claims:
-        verdict = "met" if one.met else f"MISSED: {one.note}"
-        print(f"goal: {one.name} = {one.value:.4g} {one.op} {one.goal:g}: {verdict}", file=sys.stderr, flush=True)
+        print(one, file=sys.stderr, flush=True)
     print(line if common_flags.json_wanted(as_json) else common_flags.JSON_HINT, flush=True)
     if out is not None:
         check_committed(out)

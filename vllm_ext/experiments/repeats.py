@@ -1,0 +1,60 @@
+"""One experiment with several seeds: means, and how far they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from vllm_ext.experiments.experiment import Findings
+from vllm_ext.report.claim import Claim, PaperClaim
+from vllm_ext.report.intervals import half_width
+
+_LEAST_FOR_STUDENT = 3
+"""Two values give an interval of 13 times their spread, which every figure would lie in: they are told as they are."""
+
+
+def merged(found: Mapping[int, Findings]) -> Findings:
+    """Return what several seeds found, as one.
+
+    Metrics and figures are means over the seeds that all have; tables, pictures and what is said beside a figure are
+    of the first seed. A paper's figure gets Student's 95 % interval, of two seeds both values.
+
+    Args:
+        found: By seed, at least one, of the same experiment.
+    """
+    first, *others = found.values()
+    if not others:
+        return first
+    every = [first, *others]
+    rows = {name: [one.baselines.get(name, {}) for one in every] for name in first.baselines}
+    return replace(
+        first,
+        metrics=_means([one.metrics for one in every]),
+        baselines={name: _means(values) for name, values in rows.items()},
+        claims=[_merged(claims) for claims in _by_name(every)],
+        config={**first.config, "seeds": [*found]},
+        details={**first.details, "by_seed": {str(seed): dict(one.metrics) for seed, one in found.items()}},
+        tables=[replace(table, title=f"{table.title}; seed {next(iter(found))}".removeprefix("; "))
+                for table in first.tables],
+    )  # fmt: skip
+
+
+def _means(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: fmean(one[name] for one in of) for name in of[0] if all(name in one for one in of)}
+
+
+def _by_name(every: Sequence[Findings]) -> Iterable[list[Claim]]:
+    named = [{claim.name: claim for claim in one.claims} for one in every]
+    return ([each[name] for each in named] for name in named[0] if all(name in each for each in named))
+
+
+def _merged(claims: Sequence[Claim]) -> Claim:
+    values = [claim.value for claim in claims]
+    middle, first = fmean(values), claims[0]
+    if not isinstance(first, PaperClaim):
+        return replace(first, value=middle)
+    half = half_width(values)
+    ends = (middle - half, middle + half) if len(values) >= _LEAST_FOR_STUDENT else (min(values), max(values))
+    more = {name: fmean(told) for name in ("ours", "tuned") if None not in (told := [getattr(c, name) for c in claims])}
+    return replace(first, value=middle, interval=ends, **more)
