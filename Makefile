@@ -68,8 +68,9 @@ gpu-bundle: ## Where pip works: pack vLLM for a machine with a GPU and PyTorch, 
 bench-quick: setup ## Run on small data every benchmark whose docstring shows --quick
 	@$(BIN)/python scripts/bench_quick.py $(ARGS)
 
-repro: setup ## Measure papers' figures again on the simulator; ARGS=--quick for shorter traces
-	$(BIN)/vllm-ext repro all --out-dir benchmarks/results/repro $(ARGS)
+repro: setup ## Measure papers' figures again whose sources have changed, and write their page; some CPU hours, goes on where it stopped
+	$(BIN)/vllm-ext repro all --stale --out-dir benchmarks/results/repro $(ARGS)
+	$(BIN)/python scripts/readme_results.py
 	$(BIN)/python scripts/readme_results.py
 
 docs: setup ## Make the pages that git does not keep: all options, metrics, hooks into vLLM, reproductions of figures

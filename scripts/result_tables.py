@@ -9,6 +9,7 @@ from typing import Any
 
 from result_file import Result
 
+from vllm_ext.experiments.report import of_paper
 from vllm_ext.report.provenance import RESULTS
 from vllm_ext.report.table import Table
 
@@ -55,15 +56,37 @@ def step_cost(root: Path) -> str:
     return Table(["", "running", *queues.values()], rows).markdown()
 
 
+_RANKED = ("below", "above", "matched", "tendency", "not comparable")
+"""Verdicts: a figure of several claims has the first that one of them has."""
+_COUNTED = {"matched": "matched", "above": "above", "below": "below", "tendency": "without a number in the paper",
+            "not comparable": "not comparable"}  # fmt: skip
+
+
 def papers(root: Path) -> str:
-    """The figures that papers are known by, beside ours."""
-    rows = []
+    """A line for each figure: what the paper states beside ours, and how many are matched."""
+    rows, verdicts = [], []
     for name in sorted(path.stem for path in (root / RESULTS / "repro").glob("*.json")):
-        for claim in Result(root, f"repro/{name}.json").claims:
-            if claim["headline"]:
-                values = [f"{claim['goal']:.4g}", f"{claim['value']:.4g}", "yes" if claim["met"] else "**no**"]
-                rows.append([f"[{name}](../../benchmarks/results/repro/{name}.json)", claim["name"], *values])
-    return Table(["figure", "claim", "paper", "ours", "reached"], rows).markdown()
+        result = Result(root, f"repro/{name}.json")
+        claims = [claim for claim in of_paper(result.claims) if claim.headline]
+        if not claims:
+            continue
+        verdict = min((claim.verdict for claim in claims), key=_RANKED.index)
+        like = sum(claim.verdict == verdict for claim in claims)
+        verdicts.append(verdict)
+        of_which = f" ({like} of {len(claims)})" if like < len(claims) else ""
+        reasons = dict.fromkeys(f"{one.text} ({one.shown_by})" for claim in claims if (one := claim.reason))
+        columns = [[claim.name, claim.paper, claim.measured, _number(claim.ours), _number(claim.tuned)]
+                   for claim in claims]  # fmt: skip
+        what, paper, here, ours, tuned = ("<br>".join(column) for column in zip(*columns, strict=True))
+        link, judged = f"[{name}](../../benchmarks/results/repro/{name}.json)", f"**{verdict}**{of_which}"
+        rows.append([link, what, paper, here, judged, "<br>".join(reasons), ours, tuned, result.measured_at])
+    counts = ", ".join(f"{verdicts.count(kind)} {shown}" for kind, shown in _COUNTED.items() if kind in verdicts)
+    header = ["figure", "claim", "paper", "here", "verdict", "reason", "ours", "ours over tuned vLLM", "measured at"]
+    return f"{len(rows)} figures: {counts}.\n\n{Table(header, rows).markdown()}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def claims(of: Iterable[Mapping[str, Any]]) -> str:

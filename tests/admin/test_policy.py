@@ -57,6 +57,14 @@ def test_what_is_not_allowed_is_answered_in_a_line(body: str, said: str) -> None
     assert answer.json()["error"]["message"].startswith(said)
 
 
+def test_whole_number_that_an_engine_cannot_be_sent_reaches_it_as_one_that_it_refuses() -> None:
+    client = Client(settings)
+    server(client).post(URL, content=f'{{"max_num_batched_tokens": {10**30}, "least_ttft_ms": {10**18 - 1}}}')
+    ((_, _, wanted),) = client.asked
+    assert wanted == {"max_num_batched_tokens": 1e30, "least_ttft_ms": 10**18 - 1}
+    assert [type(value) for value in wanted.values()] == [float, int]
+
+
 def test_nothing_is_said_of_a_body_without_the_key() -> None:
     assert server(Client(refuses), key=None).post(URL, content="{").status_code == 401
     assert server(Client(refuses), policy=False).post(URL, content="{").status_code == 404

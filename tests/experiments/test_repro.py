@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from vllm_ext.experiments import catalogue, report
 from vllm_ext.experiments.experiment import Experiment, Findings, Plot
 from vllm_ext.experiments.runner import RunFailed, Runner, Sustained
 from vllm_ext.report import common_flags, provenance
-from vllm_ext.report.claim import Claim
+from vllm_ext.report.claim import PaperClaim, Reason
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import CostSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
@@ -52,11 +53,14 @@ def sustained(
     return runner.sustained(specs, {"latency_ms": latency_ms}, start_per_s=lambda _: start, tolerance=0.02)
 
 
-def claim(paper: float = 2.0, ours: float = 3.0, **other: object) -> Claim:
-    return Claim(**{"name": "rate ratio", "goal": paper, "value": ours, "why": "a reason", **other})  # type: ignore[arg-type]
+REASONS = {"above": Reason("a larger device", "row `x`"), "below": Reason("a smaller device", "row `y`")}
 
 
-def findings(*claims: Claim) -> Findings:
+def claim(paper: float = 2.0, ours: float = 3.0, **other: Any) -> PaperClaim:
+    return PaperClaim(**{"name": "rate ratio", "goal": paper, "value": ours, "reasons": REASONS, **other})
+
+
+def findings(*claims: PaperClaim) -> Findings:
     return Findings(
         tables=[Table(("system", "req/s"), [("ours", 3.0)])],
         claims=claims,
@@ -122,27 +126,32 @@ def test_metrics_come_back_under_their_keys_and_are_not_simulated_twice(tmp_path
     assert seen == [1.0, 5.0]
 
 
-def test_all_claims_are_kept_and_a_missed_one_has_its_reason() -> None:
-    claims = claim(headline=True), claim(4.0, 3.0), claim(4.0, 3.0, why="", facts="a fact"), claim(4.0, 3.0, why="")
+def test_all_claims_are_kept_and_one_that_is_below_says_why() -> None:
+    claims = (
+        claim(headline=True),
+        claim(4.0, 3.0),
+        claim(4.0, 3.0, reasons={}, facts="a fact"),
+        claim(4.0, 3.0, reasons={}),
+    )
     made = report.result(STUDY, findings(*claims), command="x", seed=0, quick=True)
     assert [(one.headline, one.met, one.note) for one in made.claims] == [
         (True, True, ""),
-        (False, False, "a reason"),
-        (False, False, "a fact"),
-        (False, False, "see the differences"),
+        (False, False, "a smaller device"),
+        (False, False, "a fact; the reason is not known"),
+        (False, False, "the reason is not known"),
     ]
 
 
-def test_documentation_shows_paper_ours_and_ratio_of_each_result(tmp_path: Path) -> None:
+def test_documentation_shows_paper_ours_verdict_and_reason_of_each_result(tmp_path: Path) -> None:
     for name, ours in (("a", 3.0), ("b", 1.0)):
         made = report.result(STUDY, findings(claim(ours=ours)), command="vllm-ext repro x", seed=0, quick=False)
         (tmp_path / f"{name}.json").write_text(made.to_json(), encoding="utf-8")
     text = report.documentation(list(tmp_path.glob("*.json")))
-    assert "| rate ratio | 2 | 3 | 1.50 | yes |" in text
-    assert "| rate ratio | 2 | 1 | 0.50 | no: a reason |" in text
+    assert "| rate ratio | 2 | 3 | above | a larger device (row `x`) | - | - |" in text
+    assert "| rate ratio | 2 | 1 | below | a smaller device (row `y`) | - | - |" in text
     made = report.result(STUDY, findings(claim(paper=0.0)), command="x", seed=0, quick=False)
     (tmp_path / "a.json").write_text(made.to_json(), encoding="utf-8")
-    assert "| rate ratio | 0 | 3 | - | yes |" in report.documentation([tmp_path / "a.json"])
+    assert "| rate ratio | 0 | 3 | above |" in report.documentation([tmp_path / "a.json"])
     (tmp_path / "a.json").write_text(replace(made, config={**made.config, "quick": True}).to_json(), encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.json is not the result of a reproduction: .*no verdict"):
         report.documentation([tmp_path / "a.json"])

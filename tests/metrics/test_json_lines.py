@@ -74,6 +74,13 @@ def test_a_full_file_is_rotated_and_the_oldest_goes(path: Path, batch: int) -> N
     assert len(files["log.1"]) == len(files["log.2"]) == 5
 
 
+def test_files_of_a_server_that_kept_more_go_with_the_next_rotation(path: Path) -> None:
+    for number in (1, 2, 3, 4, 6):
+        path.with_name(f"log.{number}").write_text("old\n")
+    bounded(path).append([record(n) for n in range(6)])
+    assert sorted(each.name for each in path.parent.iterdir()) == ["log", "log.1", "log.2", "log.6"]
+
+
 def test_without_a_bound_nothing_is_rotated(path: Path) -> None:
     JsonLines(path, "request_log").append([record(n) for n in range(50)])
     assert [each.name for each in path.parent.iterdir()] == ["log"]

@@ -15,8 +15,16 @@ from vllm_ext.config.options import ADMIN_POLICY
 _UTILITY = "vllm_ext_policy"
 """Name of the call to an engine core."""
 
+_SENT_DIGITS = 19
+"""Shorter numbers have 64 bits at most."""
+
 Admitted = Annotated[Engines, Depends(admitted(ADMIN_POLICY))]
 router = APIRouter(prefix=f"{PREFIX}/policy", tags=["vllm-ext: policy"])
+
+
+def _number(text: str) -> float:
+    """Return a whole number, or a float in place of one that is too long to be sent to an engine, which refuses it."""
+    return int(text) if len(text) < _SENT_DIGITS else float(text)
 
 
 @router.get("")
@@ -33,7 +41,8 @@ async def change(engines: Admitted, request: Request) -> dict[str, Any]:
         VLLMValidationError: A value is not allowed; nothing was changed (status 400).
     """
     try:
-        wanted = json.loads(await request.body())  # by hand: FastAPI would read a body before it asks for the key
+        # By hand: FastAPI would read a body before it asks for the key.
+        wanted = json.loads(await request.body(), parse_int=_number)
     except (ValueError, RecursionError) as error:
         raise VLLMValidationError(f"body: {error}", parameter="body") from error
     if not isinstance(wanted, dict):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_ext.cli.command import FAILED, Failed, Parser, UsageError, guarded, need
 from vllm_ext.report import common_flags, provenance, results
 from vllm_ext.report.provenance import check_committed
 
 if TYPE_CHECKING:
-    from vllm_ext.experiments.experiment import Experiment
+    from vllm_ext.experiments.experiment import Experiment, Findings
 
 RESULTS = provenance.RESULTS / "repro"
 DOCUMENT = Path("docs", "reproductions.md")
@@ -42,11 +43,25 @@ def _repro(args: argparse.Namespace) -> int:
         raise UsageError(f"id={unknown[0]!r}: must be one of {', '.join(experiments)}, several of them, or all")
     if len(chosen) > 1 and (args.out or args.html):
         raise UsageError(f"{'--out' if args.out else '--html'}: needs one id; several write to --out-dir")
-    return max(_reproduce(experiments[name], args) for name in chosen)
+    if args.stale:
+        chosen = [name for name in chosen if _is_stale(args.out_dir or RESULTS, name)]
+    return max((_reproduce(experiments[name], args) for name in chosen), default=0)
+
+
+def _is_stale(folder: Path, name: str) -> bool:
+    """Whether a folder has no result of a figure that was measured with these sources."""
+    from vllm_ext.experiments.evidence import stale
+
+    try:
+        return stale(json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))) is not False
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
     """Run one; what goes wrong is told, so that the others can follow."""
+    from vllm_ext.experiments.data import beside, files_of
+    from vllm_ext.experiments.evidence import Evidence
     from vllm_ext.experiments.repeats import merged
     from vllm_ext.experiments.report import page, result, tables
     from vllm_ext.experiments.runner import RunFailed, Runner
@@ -55,9 +70,12 @@ def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
     from vllm_ext.simulation.sweep.pools import local_pool
     from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
-    runs = itertools.count(1)
+    runs, evidence = itertools.count(1), Evidence()
 
     def tell(spec: SimulationSpec, outcome: Outcome, stored: bool) -> None:
+        evidence.add(spec, outcome)
+        if args.quiet:
+            return
         rate = spec.workload.rate_per_s
         where = f"{spec.engine.system} on {spec.hardware.model}" + (f" at {rate:.4g} req/s" if rate else "")
         state = "kept from before" if stored else (outcome.error or "done")
@@ -67,15 +85,23 @@ def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
     try:
         if out is not None:  # experiments before this one took their time
             check_committed(out)
-        told = None if args.quiet else tell
         with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
             seeds = range(args.seed, args.seed + (1 if args.quick else args.repeats or experiment.repeats))
-            runners = {seed: Runner(quick=args.quick, seed=seed, pool=pool, store=store, on_point=told)
-                       for seed in seeds}  # fmt: skip
-            findings = merged({seed: experiment.run(runner) for seed, runner in runners.items()})
+
+            def found(files: Mapping[str, Any]) -> Findings:
+                shared = {"quick": args.quick, "pool": pool, "store": store, "on_point": tell, "files": files}
+                return merged({seed: experiment.run(Runner(seed=seed, **shared)) for seed in seeds})
+
+            findings = found({})
+            if args.data is not None:
+                findings = beside(findings, found(files_of(args.data)))
+        findings = replace(findings, config={**findings.config, **evidence.config(experiment)})
         if args.quick and experiment.paper:
             findings = replace(findings, claims=())  # a trace of minutes has said twice what the full run says
-        said = {"--quick": args.quick, f"--seed {args.seed}": args.seed, f"--repeats {args.repeats}": args.repeats}
+        said = {
+            "--data DIR": args.data, "--quick": args.quick, f"--seed {args.seed}": args.seed,
+            f"--repeats {args.repeats}": args.repeats,
+        }  # fmt: skip
         command = " ".join([args.parser.prog, experiment.id, *(flag for flag, given in said.items() if given)])
         made = result(experiment, findings, command=command, seed=args.seed, quick=args.quick)
         results.emit(made, tables(experiment, findings), out, as_json=args.json)
@@ -116,6 +142,17 @@ def _parser() -> Parser:
     parser.add_argument("--list", action="store_true", help="list them")
     parser.add_argument("--repeats", type=common_flags.at_least(1), metavar="N",
                         help="seeds, from --seed on (default: what the figure needs; --quick: 1)")  # fmt: skip
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="serve real lengths too, of files DIR/alpaca.*, sharegpt.*, arxiv.* in a public format",
+    )
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="only those whose result in --out-dir was measured with other sources, or is not there",
+    )
     parser.add_argument("--out-dir", type=common_flags.output_folder, metavar="DIR", help="write DIR/ID.json for each")
     parser.add_argument("--document", action="store_true", help=f"in a checkout: make {DOCUMENT} from {RESULTS}")
     common_flags.add(

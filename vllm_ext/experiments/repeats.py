@@ -56,5 +56,6 @@ def _merged(claims: Sequence[Claim]) -> Claim:
         return replace(first, value=middle)
     half = half_width(values)
     ends = (middle - half, middle + half) if len(values) >= _LEAST_FOR_STUDENT else (min(values), max(values))
-    more = {name: fmean(told) for name in ("ours", "tuned") if None not in (told := [getattr(c, name) for c in claims])}
-    return replace(first, value=middle, interval=ends, **more)
+    beside = {name: [getattr(claim, name) for claim in claims] for name in ("ours", "tuned")}
+    means = {name: None if None in told else fmean(told) for name, told in beside.items()}
+    return replace(first, value=middle, interval=ends, **means)

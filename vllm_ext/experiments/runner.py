@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from vllm_ext.experiments.data import with_files
 from vllm_ext.experiments.grid import Grid, Metrics
 from vllm_ext.simulation.measure.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.capacity import CapacitySpec, search
 from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
+from vllm_ext.simulation.sweep.sources import loaded_modules
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
 K = TypeVar("K", bound=Hashable)
@@ -49,16 +51,19 @@ class Runner:
         pool: Where simulations run; entered by the caller.
         store: Where their metrics are kept; opened by the caller.
         on_point: Told of every simulation.
+        files: Of data sets that are served in place of presets, see `data.files_of`.
     """
 
     def __init__(
-        self, *, quick: bool, seed: int, pool: Pool, store: PointStore, on_point: OnPoint | None = None
-    ) -> None:
+        self, *, quick: bool, seed: int, pool: Pool, store: PointStore, on_point: OnPoint | None = None,
+        files: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
         self.quick = quick
         self.seed = seed
         self.pool = pool
         self.store = store
         self._on_point = on_point
+        self._files = files or {}
 
     def metrics(self, specs: Mapping[K, SimulationSpec]) -> dict[K, Metrics]:
         """Simulate, and return the metrics under the same keys.
@@ -66,7 +71,7 @@ class Runner:
         Raises:
             RunFailed: simulations raised, which the message names; the others have run and are kept.
         """
-        return self._all({key: _one(spec, str(key)) for key, spec in specs.items()})
+        return self._all({key: _one(self._served(spec), str(key)) for key, spec in specs.items()})
 
     def seeds(self, number: int) -> list[int]:
         """Return so many seeds, one where it must be quick."""
@@ -118,14 +123,23 @@ class Runner:
                 tolerance=tolerance,
             )
             name = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
-            plans[key] = _searched(make, limits(key) if callable(limits) else limits, settings, name)
+            plans[key] = _searched(self._serving(make), limits(key) if callable(limits) else limits, settings, name)
         return self._all(plans)
 
     def run(self, spec: SimulationSpec) -> RunData:
         """Simulate in this process and return all data; not kept on disk."""
         from vllm_ext.simulation.run import simulate
 
-        return simulate(spec)
+        run = simulate(spec := self._served(spec))
+        if self._on_point is not None:
+            self._on_point(spec, Outcome(modules=loaded_modules()), False)
+        return run
+
+    def _served(self, spec: SimulationSpec) -> SimulationSpec:
+        return with_files(spec, self._files) if self._files else spec
+
+    def _serving(self, make: Callable[[float], SimulationSpec]) -> Callable[[float], SimulationSpec]:
+        return lambda rate: self._served(make(rate))
 
     def _all(self, plans: Mapping[K, Plan[T]]) -> dict[K, T]:
         """Run plans to their ends, also those beside one that failed; what failed is raised then."""

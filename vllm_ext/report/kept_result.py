@@ -74,14 +74,15 @@ def _braced(lines: Iterable[str], braces: str) -> str:
 
 
 def _compact(value: Any) -> str:
-    return json.dumps(_rounded(value), allow_nan=False)
+    return json.dumps(rounded(value), allow_nan=False)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Return a value with every number in it to the digits that are kept."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):
-        return {key: _rounded(inner) for key, inner in value.items()}
+        return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(inner) for inner in value]
+        return [rounded(inner) for inner in value]
     return value

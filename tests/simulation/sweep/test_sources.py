@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from vllm_ext.simulation.sweep.sources import NOT_DECISIVE, decisive_files, source_digest
+from vllm_ext.simulation.sweep.sources import NOT_DECISIVE, checksums, decisive_files, digest_of, loaded_modules
 
 DECISIVE = ("system.py", "simulation/cost/deep/roofline.py", "kernels/kv_quant/format.py", "patches/queue.py")
 
@@ -20,6 +21,11 @@ def packages(root: Path, *, wheel: bool) -> dict[str, list[str]]:
         "kernels/": [str(beside / "kernels")],
         "patches/": [str(beside / "patches")],
     }
+
+
+def source_digest(found: dict[str, list[str]]) -> str | None:
+    of = checksums(decisive_files(found))
+    return digest_of(of, of)
 
 
 def write(found: dict[str, list[str]], name: str, text: str = "x = 1\n") -> Path:
@@ -71,6 +77,26 @@ def test_text_that_moves_from_one_file_to_the_next_changes_the_digest(made: dict
     write(made, "a.py", "")
     write(made, "b.py", "xy")
     assert source_digest(made) != before
+
+
+def test_modules_that_a_run_did_not_import_leave_its_digest(made: dict[str, list[str]]) -> None:
+    imported = DECISIVE[:2]
+    before = digest_of(imported, checksums(decisive_files(made)))
+    write(made, DECISIVE[2], "x = 2\n")
+    write(made, "new.py")
+    assert digest_of(reversed(imported), checksums(decisive_files(made))) == before
+    write(made, DECISIVE[1], "x = 2\n")
+    assert digest_of(imported, checksums(decisive_files(made))) not in {before, None}
+    assert digest_of([*imported, "gone.py"], checksums(decisive_files(made))) is None
+
+
+def test_what_a_simulation_imports_is_known_by_name() -> None:
+    """Those of the checkout beside the package too, whose folder is a link."""
+    importlib.import_module("vllm_ext.simulation.run")
+    importlib.import_module("vllm_ext.kernels.kv_quant")
+    loaded = loaded_modules()
+    assert {"simulation/run.py", "scheduling/scheduler.py", "kernels/kv_quant/__init__.py"} <= {*loaded}
+    assert not any(name.startswith(NOT_DECISIVE) for name in loaded if name != "experiments/ablations.py")
 
 
 def test_what_only_asks_for_runs_or_shows_them_leaves_the_digest(made: dict[str, list[str]]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from vllm_ext.simulation.spec import SimulationSpec, with_values
 from vllm_ext.simulation.sweep import store as store_module
+from vllm_ext.simulation.sweep.sources import checksums, decisive_files
 from vllm_ext.simulation.sweep.store import NAME, Outcome, PointStore, StoreError
 
 SPEC = SimulationSpec()
@@ -41,7 +42,7 @@ def key(spec: SimulationSpec, folder: Path) -> str:
 
 def stored(folder: Path) -> Path:
     with PointStore(folder) as store:
-        store.save(store.key(SPEC), SPEC, DONE)
+        store.save(store.key(SPEC), SPEC, Outcome(metrics=DONE))
     return folder / NAME
 
 
@@ -50,30 +51,47 @@ def test_outcome_is_found_again_with_what_was_run(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [NAME]
     with PointStore(tmp_path) as store:
         assert store.load(store.key(SPEC)) == Outcome(metrics=DONE)
-    (row,) = sqlite3.connect(file).execute("select spec from runs").fetchall()
+    (row,) = sqlite3.connect(file).execute("select spec from points").fetchall()
     assert SimulationSpec.model_validate_json(row[0]) == SPEC
+
+
+def test_outcome_counts_as_long_as_no_module_that_was_imported_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = Outcome(metrics=DONE, modules=("systems/alise.py", "simulation/run.py"))
+    with PointStore(tmp_path) as store:
+        store.save(key := store.key(SPEC), SPEC, outcome)
+        for name, found in {"systems/pensieve.py": outcome, "systems/alise.py": None}.items():
+            monkeypatch.setattr(
+                store_module, "_sources", lambda name=name: {**checksums(decisive_files()), name: "changed"}
+            )
+            store_module._digest.cache_clear()
+            assert store.load(key) == found
+            monkeypatch.undo()
+        store_module._digest.cache_clear()
+        kept = store.load(key)
+    assert kept is not None
+    assert kept.modules == outcome.modules
 
 
 def test_two_processes_may_write_at_a_time(tmp_path: Path) -> None:
     """Two connections: what one wrote the other finds."""
     other = with_values(SPEC, {"workload.seed": 1})
     with PointStore(tmp_path) as one, PointStore(tmp_path) as two:
-        one.save(one.key(SPEC), SPEC, DONE)
-        two.save(two.key(other), other, DONE)
+        one.save(one.key(SPEC), SPEC, Outcome(metrics=DONE))
+        two.save(two.key(other), other, Outcome(metrics=DONE))
         assert one.load(one.key(other)) == two.load(two.key(SPEC)) == Outcome(metrics=DONE)
 
 
-def test_key_depends_on_every_field_and_on_versions_and_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_depends_on_every_field_and_on_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [{"seed": 1, "prediction": {"window": 5}}, {"prediction": {"window": 5}, "seed": 1}]
     changes = ({}, {"workload.seed": 1}, {"engine.watermark": 0.1}, *({"engine.options": order} for order in options))
     keys = {key(with_values(SPEC, change), tmp_path) for change in changes}
-    for name in ("vllm-ext", "vllm", "sources"):
+    for name in ("vllm-ext", "vllm"):
         changed = {**store_module.versions(), name: "other"}
         monkeypatch.setattr(store_module, "versions", lambda changed=changed: changed)
         keys.add(key(SPEC, tmp_path))
-    assert len(keys) == 7, "the order of options does not matter"
+    assert len(keys) == 6, "the order of options does not matter"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +145,7 @@ def test_key_depends_on_the_policies_that_are_named_and_what_they_import_beside_
         lambda raw: raw[: len(raw) // 2],
         lambda raw: b"no database at all" * 100,
         lambda raw: raw[:100],
-        lambda raw: raw.replace(b", metrics text)", b", metrixx text)"),
+        lambda raw: raw.replace(b", metrics, modules", b", metrixx, modules"),
     ],
     ids=["cut off", "another file", "a header only", "another table"],
 )
@@ -139,7 +157,7 @@ def test_damaged_file_is_reported_set_aside_and_made_anew(
     file.write_bytes(damaged)
     with caplog.at_level(logging.WARNING), PointStore(tmp_path) as store:
         assert store.load(store.key(SPEC)) is None
-        store.save(store.key(SPEC), SPEC, DONE)
+        store.save(store.key(SPEC), SPEC, Outcome(metrics=DONE))
     assert file.with_name(f"{NAME}.damaged-1").read_bytes() == damaged
     assert NAME in caplog.text
     with PointStore(tmp_path) as store:
@@ -149,7 +167,7 @@ def test_damaged_file_is_reported_set_aside_and_made_anew(
 def test_metric_that_is_no_number_is_never_stored(tmp_path: Path) -> None:
     with PointStore(tmp_path) as store:
         with pytest.raises(ValueError, match="JSON compliant"):
-            store.save(store.key(SPEC), SPEC, {"latency_ms": float("nan")})
+            store.save(store.key(SPEC), SPEC, Outcome(metrics={"latency_ms": float("nan")}))
         assert store.load(store.key(SPEC)) is None
 
 

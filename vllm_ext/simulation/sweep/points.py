@@ -76,7 +76,7 @@ def run_plans(plans: Sequence[Plan[T]], store: PointStore, pool: Pool, on_point:
             if outcome.metrics is None:
                 failed[key] = outcome
             else:
-                store.save(key, spec, outcome.metrics)
+                store.save(key, spec, outcome)
             for place, index in enumerate(waiting):
                 tell(spec, outcome, place > 0)
                 advance(index, outcome)

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.sweep.sources import loaded_modules
 from vllm_ext.simulation.sweep.store import Outcome
 
 Evaluate = Callable[[SimulationSpec], Mapping[str, float]]
@@ -39,7 +40,7 @@ def simulate_point(spec: SimulationSpec) -> dict[str, float]:
 def run_point(evaluate: Evaluate, spec: SimulationSpec) -> Outcome:
     """Run a point; what it raises becomes a failed outcome. Ctrl-C comes through."""
     try:
-        return Outcome(metrics=dict(evaluate(spec)))
+        return Outcome(metrics=dict(evaluate(spec)), modules=loaded_modules())
     except Exception as error:  # noqa: BLE001 - recorded with its type and shown; the other points go on
         return Outcome(error=f"{type(error).__name__}: {error}")
 

@@ -1,10 +1,16 @@
-"""Checksums of code: what other code simulated must not be taken for this one's."""
+"""Checksums of code: what other code simulated must not be taken for this one's.
+
+A run can depend only on modules that its process has imported. Their names are kept with what it measured; as long as
+none of them has changed, it need not run again. A module that is imported from now on is imported by one that changed.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -25,25 +31,49 @@ ROWS_APART = UNSERVED.removeprefix("vllm_ext.").replace(".", "/") + ".py"
 """Rows of systems that are imported when one is asked for by name, from a package of these."""
 
 
-def decisive_files(packages: Mapping[str, Iterable[str]] = PACKAGES) -> dict[str, Path]:
-    """Return every module that can decide a simulation, by its path within `vllm_ext`, sorted."""
+def all_files(packages: Mapping[str, Iterable[str]] = PACKAGES) -> dict[str, Path]:
+    """Return every module of the package, by its path within `vllm_ext`, sorted."""
     found = {
         prefix + file.relative_to(folder).as_posix(): file
         for prefix, folders in packages.items()
         for folder in folders
         for file in Path(folder).rglob("*.py")
     }
+    return {name: found[name] for name in sorted(found)}
+
+
+def decisive_files(packages: Mapping[str, Iterable[str]] = PACKAGES) -> dict[str, Path]:
+    """Return the modules that can decide a simulation."""
     apart = tuple(f"{package}/" for package in NOT_DECISIVE)
-    return {name: found[name] for name in sorted(found) if name == ROWS_APART or not name.startswith(apart)}
+    files = all_files(packages)
+    return {name: file for name, file in files.items() if name == ROWS_APART or not name.startswith(apart)}
 
 
-def source_digest(packages: Mapping[str, Iterable[str]] = PACKAGES) -> str:
-    """Return the checksum of `decisive_files`: of their names and their contents."""
-    digest = hashlib.sha256()
-    for name, file in decisive_files(packages).items():
-        content = file.read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()[:12]
+def checksums(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return the checksum of each file, by its name."""
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+
+
+def digest_of(names: Iterable[str], of: Mapping[str, str]) -> str | None:
+    """Return the checksum of the names and contents of some modules; None if one of them is gone.
+
+    Args:
+        names: In any order.
+        of: What `checksums` returned.
+    """
+    lines = [f"{name} {of.get(name)}\n" for name in sorted(names)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:12] if of.keys() >= {*names} else None
+
+
+def loaded_modules() -> tuple[str, ...]:
+    """Return which of `decisive_files` this process has imported, sorted."""
+    places = {getattr(one, "__file__", None) for one in [*sys.modules.values()]}
+    return tuple(sorted(name for place, name in _by_place().items() if place in places))
+
+
+@functools.cache
+def _by_place() -> dict[str, str]:
+    return {str(file): name for name, file in decisive_files().items()}
 
 
 def module_files(name: str) -> list[Path]:

@@ -1,8 +1,9 @@
 """Finished points on disk, in one sqlite3 file, so that whatever was interrupted goes on where it stopped.
 
-A point's key is a digest of all that decides its outcome: the description of the run, the versions of vllm-ext and
-vLLM, our own sources, and the content of the files and modules that the description names. Rows hold nothing of the
-clock or the machine. Only the process that hands points out writes; several may share a file.
+A point's key is a digest of what decides its outcome: the description of the run, the versions of vllm-ext and vLLM,
+and the content of the files and modules that the description names. Beside its metrics lie the names of our modules
+that its process had imported and their checksum: once one of them has changed, the point is computed again. Rows hold
+nothing of the clock or the machine. Only the process that hands points out writes; several may share a file.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
 from vllm_ext.files import set_aside, sha256_of
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.sources import module_files, source_digest, with_neighbours
+from vllm_ext.simulation.sweep.sources import checksums, decisive_files, digest_of, module_files, with_neighbours
 
 logger = logging.getLogger(__name__)
 
 NAME = "points.sqlite3"
+_COLUMNS = ("key", "spec", "metrics", "modules", "sources")
 _BUSY_S = 60.0
 _FILES = {
     "file": (".",),
@@ -52,6 +54,8 @@ class Outcome:
     """Flat metrics; None if the run failed."""
     error: str | None = None
     """``Type: message`` of what was raised; None if it went well."""
+    modules: tuple[str, ...] = field(default=(), compare=False)
+    """Of ours that its process had imported, see `sources.loaded_modules`."""
 
     @property
     def failed(self) -> bool:
@@ -61,8 +65,8 @@ class Outcome:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return what decides a run's outcome beside its description: the versions of vllm-ext and vLLM, our sources."""
-    found = {"sources": source_digest()}
+    """Return what decides a run's outcome beside its description and our sources: versions of vllm-ext and vLLM."""
+    found = {}
     for package in ("vllm-ext", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
@@ -76,6 +80,7 @@ class PointStore:
         """Use a folder; it is made when the store is opened."""
         self.path = folder / NAME
         self._versions = versions()
+        _sources()  # now: they may be edited while points are computed
         self._rows: sqlite3.Connection | None = None
 
     def __enter__(self) -> Self:
@@ -128,21 +133,24 @@ class PointStore:
         return hashlib.sha256(_canonical(decisive).encode()).hexdigest()[:40]
 
     def load(self, key: str) -> Outcome | None:
-        """Return a stored outcome; None if there is none."""
-        row = self._open.execute("select metrics from runs where key = ?", (key,)).fetchone()
-        return None if row is None else Outcome(metrics=json.loads(row[0]))
+        """Return a stored outcome; None if there is none, or if it is of other sources."""
+        row = self._open.execute("select metrics, modules, sources from points where key = ?", (key,)).fetchone()
+        if row is None or row[2] != _digest(modules := tuple(json.loads(row[1]))):
+            return None
+        return Outcome(metrics=json.loads(row[0]), modules=modules)
 
-    def save(self, key: str, spec: SimulationSpec, metrics: Mapping[str, float]) -> None:
-        """Store the metrics of a finished point.
+    def save(self, key: str, spec: SimulationSpec, outcome: Outcome) -> None:
+        """Store a finished point, in place of that of other sources.
 
         Raises:
             OSError: the file cannot be written.
             ValueError: a metric is not finite.
         """
-        row = (key, _canonical(spec.model_dump(mode="json")), _canonical(metrics))
+        told, modules = _canonical(spec.model_dump(mode="json")), json.dumps(outcome.modules)
+        row = (key, told, _canonical(outcome.metrics or {}), modules, _digest(outcome.modules))
         try:
             with self._open as rows:
-                rows.execute("insert or replace into runs values (?, ?, ?)", row)
+                rows.execute("insert or replace into points values (?, ?, ?, ?, ?)", row)
         except sqlite3.Error as error:
             raise StoreError(f"{self.path}: cannot be written: {error}") from error
 
@@ -160,13 +168,25 @@ def _opened(path: Path) -> sqlite3.Connection:
         rows.execute("pragma journal_mode=wal")
         if (found := rows.execute("pragma quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(found)
-        rows.execute("create table if not exists runs (key text primary key, spec text, metrics text)")
-        if (names := [column[1] for column in rows.execute("pragma table_info(runs)")]) != ["key", "spec", "metrics"]:
+        rows.execute("drop table if exists runs")  # in which earlier versions had points
+        rows.execute(f"create table if not exists points ({_COLUMNS[0]} text primary key, {', '.join(_COLUMNS[1:])})")
+        if (names := [column[1] for column in rows.execute("pragma table_info(points)")]) != [*_COLUMNS]:
             raise sqlite3.DatabaseError(f"its table has the columns {', '.join(names)}")
     except BaseException:
         rows.close()
         raise
     return rows
+
+
+@functools.cache
+def _sources() -> dict[str, str]:
+    """Return the checksums of our modules as this process found them."""
+    return checksums(decisive_files())
+
+
+@functools.cache
+def _digest(modules: tuple[str, ...]) -> str | None:
+    return digest_of(modules, _sources())
 
 
 def _checksum(path: Path) -> str:

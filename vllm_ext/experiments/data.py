@@ -1,0 +1,64 @@
+"""Real lengths in place of drawn ones: the data sets themselves, where somebody has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm_ext.experiments.experiment import Findings
+from vllm_ext.report.claim import Claim
+from vllm_ext.simulation.spec import SimulationSpec
+
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "alpaca": {"alpaca-vllm": {}, "alpaca-like": {}},
+    "sharegpt": {"sharegpt-vllm": {}, "sharegpt-like": {}, "openchat-sharegpt4": {},
+                 "pensieve-sharegpt": {"conversations": True}},
+    "arxiv": {"arxiv-summarization": {}},
+}  # fmt: skip
+"""Beginning of a file's name -> presets that stand for that data set, with what its file needs besides."""
+_NAMED = ", real lengths"
+
+
+def files_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return for each preset whose data set lies in a folder, or below it, the fields of a source of that file.
+
+    Raises:
+        ValueError: there is none, or there are several of one data set.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, presets in PRESETS.items():
+        files = sorted(file for file in folder.rglob(f"{name}[._]*") if file.is_file())
+        if len(files) > 1:
+            named = ", ".join(file.relative_to(folder).as_posix() for file in files)
+            raise ValueError(f"--data={folder}: must have one file of {name}, not {named}")
+        for preset, fields in presets.items() if files else ():
+            found[preset] = {"source": str(files[0]), "sample": "with-replacement", **fields}
+    if not found:
+        expected = ", ".join(f"{name}.*" for name in PRESETS)
+        raise ValueError(f"--data={folder}: must have a file of {expected}")
+    return found
+
+
+def with_files(spec: SimulationSpec, files: Mapping[str, Mapping[str, Any]]) -> SimulationSpec:
+    """Return a run with the data sets' files instead of presets, as far as there are any."""
+    workload = spec.workload
+    changes: dict[str, Any] = dict(files.get(workload.source, {}))
+    if workload.mix:
+        changes["mix"] = tuple(part.model_copy(update=files.get(part.source, {})) for part in workload.mix)
+    return spec.model_copy(update={"workload": workload.model_copy(update=changes)})
+
+
+def beside(drawn: Findings, real: Findings) -> Findings:
+    """Return what drawn lengths gave, with tables and claims of the real ones behind it."""
+
+    def named(claims: Sequence[Claim]) -> list[Claim]:
+        return [replace(claim, name=claim.name + _NAMED, headline=False) for claim in claims]
+
+    tables = [replace(table, title=(table.title + _NAMED).removeprefix(", ")) for table in real.tables]
+    metrics = {f"real lengths: {name}": value for name, value in real.metrics.items()}
+    return replace(
+        drawn, tables=[*drawn.tables, *tables], claims=[*drawn.claims, *named(real.claims)],
+        metrics={**drawn.metrics, **metrics},
+    )  # fmt: skip
