@@ -3,12 +3,12 @@
 Question: on a small or a shared machine `compare --clock engine` is all that is worth anything. Are its seconds those
 of servers?
 
-Method: `vllm-ext compare` by the wall clock, on servers of a model with random weights whose steps take some tens of
-milliseconds on a CPU; the servers write what their steps took (`--ext-step-record`). Then the same comparison by the
-engine's clock, on which a step takes what that record says: the same requests, rates and flags, twice each. The API
-server, the client and the network are in the first only. A ratio is seconds by the engine's clock over those by the
-wall clock; beside it stands what the same server, started twice, differs by on the wall. Run it where nobody else
-computes.
+Method: `vllm-ext compare` by the wall clock, on servers of a model with random weights whose steps take some 50 ms on a
+CPU: of shorter ones the API server and the client, on the same two cores, take a part that they would not take of a
+GPU's. The servers write what their steps took (`--ext-step-record`). Then the same comparison by the engine's clock,
+on which a step takes what that record says: the same requests, rates and flags, twice each. The API server, the client
+and the network are in the first only. A ratio is seconds by the engine's clock over those by the wall clock; beside it
+stands what the same server, started twice, differs by on the wall. Run it where nobody else computes.
 
     OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/engine/clock_agreement.py --quick
 """
@@ -34,12 +34,12 @@ from vllm_ext.tiny_model import build
 
 SYSTEMS = ("fcfs", "alise")
 FLAGS = (
-    f"{model_flags(layers=4, kv_heads=8)} --dtype float32 --enforce-eager --block-size 32 --max-model-len 1024 "
+    f"{model_flags(layers=10, kv_heads=8)} --dtype float32 --enforce-eager --block-size 32 --max-model-len 1024 "
     "--max-num-seqs 32 --num-gpu-blocks-override 192 --kv-cache-memory-bytes 1073741824"
 )
 WORKLOAD = ("--dataset", "sharegpt-like", "--set", "workload.max_tokens=512", "--set", "workload.scale_output=0.5")
 LOADS, QUICK_LOADS = "0.7,0.9", "0.9"
-REQUESTS, QUICK_REQUESTS = 120, 20
+REQUESTS, QUICK_REQUESTS = 60, 20
 MEASURES = {MEAN: 0.1, P99: 0.15, "mean TTFT": None, "mean TPOT": None}
 """Measure -> by how much of the wall clock's seconds the other may be off; None: told only."""
 
