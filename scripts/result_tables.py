@@ -15,7 +15,7 @@ from vllm_ext.report.table import Table
 
 _ABLATION = {"gaps, leading": "gaps, leading ends first", "no gaps, retention": "no gaps, retention value: `pensieve`",
              "no gaps, tail": "no gaps, tails", "no gaps, lru": "no gaps, LRU"}  # fmt: skip
-_COMPARED = ("objectives", "memory", "conversations")
+_COMPARED = ("objectives", "memory", "conversations", "swapping")
 """Of `benchmarks/engine/comparisons.py`."""
 _PUBLIC = ("vllm#17885", "vllm#52906", "inference-sim#339")
 """Measurements of others."""
@@ -77,7 +77,8 @@ def papers(root: Path) -> str:
         reasons = dict.fromkeys(f"{one.text} ({one.shown_by})" for claim in claims if (one := claim.reason))
         columns = [[claim.name, claim.paper, claim.measured, _number(claim.ours), _number(claim.tuned)]
                    for claim in claims]  # fmt: skip
-        what, paper, here, ours, tuned = ("<br>".join(column) for column in zip(*columns, strict=True))
+        what, paper, here, ours, tuned = ("<br>".join(column) if any(column) else ""
+                                          for column in zip(*columns, strict=True))  # fmt: skip
         link, judged = f"[{name}](../../benchmarks/results/repro/{name}.json)", f"**{verdict}**{of_which}"
         rows.append([link, what, paper, here, judged, "<br>".join(reasons), ours, tuned, result.measured_at])
     counts = ", ".join(f"{verdicts.count(kind)} {shown}" for kind, shown in _COUNTED.items() if kind in verdicts)
