@@ -53,7 +53,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 def points(folder: Path) -> list[tuple[str, ...]]:
     with contextlib.closing(sqlite3.connect(folder / NAME)) as rows:
-        return rows.execute("select * from runs order by key").fetchall()
+        return rows.execute("select key, spec, metrics from points order by key").fetchall()
 
 
 def num_points(folder: Path) -> int:

@@ -280,7 +280,7 @@ def test_page_has_the_claims_the_figures_and_the_differences(run_one: Callable[.
     assert run_one("--html", str(page)) == 0
     shown = page.read_text(encoding="utf-8")
     assert '<li class="met">' in shown
-    assert "rate ratio: 3, wanted &gt;= 2" in shown
+    assert "paper: rate ratio: 2; here 3: above (a larger device; row `x`)" in shown
     assert 'aria-label="A table: figure tiny-curve' in shown
     assert "picture" in shown
     assert "<p>no GPU</p>" in shown

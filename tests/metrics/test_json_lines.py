@@ -75,6 +75,7 @@ def test_a_full_file_is_rotated_and_the_oldest_goes(path: Path, batch: int) -> N
 
 
 def test_files_of_a_server_that_kept_more_go_with_the_next_rotation(path: Path) -> None:
+    path.parent.mkdir()
     for number in (1, 2, 3, 4, 6):
         path.with_name(f"log.{number}").write_text("old\n")
     bounded(path).append([record(n) for n in range(6)])

@@ -39,7 +39,7 @@ def swept(folder: Path, pool: Pool | Evaluate, sweep: SweepSpec = SWEEP) -> tupl
 
 
 def content(folder: Path) -> list[tuple[str, ...]]:
-    return sqlite3.connect(folder / NAME).execute("select * from runs order by key").fetchall()
+    return sqlite3.connect(folder / NAME).execute("select key, spec, metrics from points order by key").fetchall()
 
 
 def latencies(ran: list[Point]) -> list[float | None]:

@@ -318,8 +318,8 @@ TABLE_3 = {
 OVERLOADS, COMPARED = (1.2, 1.5, 2.0), 1.5
 CUT_S, QUICK_CUT_S = {"alpaca": 120.0, "sharegpt": 600.0}, {"alpaca": 20.0, "sharegpt": 120.0}
 TABLE_3_REASONS: Mapping[Verdict, Reason] = {
-    "below": Reason("promotion after 300 s puts the first half before short ones", "row `never aged`"),
-    "above": Reason("8 bits hold twice the requests, and memory is all here", "row `vLLM-2023, KV in 8 bits`"),
+    "below": Reason("after 300 s the first half goes before short ones", "row `never aged`"),
+    "above": Reason("8 bits hold twice the requests, where memory is short", "row `vLLM-2023, KV in 8 bits`"),
 }
 ORCA_REASONS: Mapping[Verdict, Reason] = {
     **TABLE_3_REASONS,
