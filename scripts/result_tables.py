@@ -143,8 +143,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "tuning-modern": partial(kept, name="tuning.json", title="8B and 70B on H100"),
     "tuning-lengths": partial(kept, name="tuning.json", title="lengths"),
     "engine-clock": engine_clock,
+    "clock-agreement": partial(kept, name="clock_agreement.json"),
     "plan-held-out": partial(kept, name="plan_held_out.json"),
     "shadow": partial(kept, name="shadow.json"),
+    "layer-times": partial(kept, name="layer_times.json"),
     **{f"public-{name}": partial(public, name=name) for name in _PUBLIC},
 }  # fmt: skip
 """The tables by the names that pages call them by."""
