@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from result_file import Result
 
 from vllm_ext.experiments.report import of_paper
+from vllm_ext.report.claim import PaperClaim, Verdict
 from vllm_ext.report.provenance import RESULTS
 from vllm_ext.report.table import Table
 
@@ -62,17 +63,25 @@ _COUNTED = {"matched": "matched", "above": "above", "below": "below", "tendency"
             "not comparable": "not comparable"}  # fmt: skip
 
 
-def papers(root: Path) -> str:
-    """A line for each figure: what the paper states beside ours, and how many are matched."""
-    rows, verdicts = [], []
+def _figures(root: Path) -> Iterator[tuple[str, Result, list[PaperClaim], Verdict]]:
+    """Each figure with what its paper is known by, and its verdict."""
     for name in sorted(path.stem for path in (root / RESULTS / "repro").glob("*.json")):
         result = Result(root, f"repro/{name}.json")
-        claims = [claim for claim in of_paper(result.claims) if claim.headline]
-        if not claims:
-            continue
-        verdict = min((claim.verdict for claim in claims), key=_RANKED.index)
+        if claims := [claim for claim in of_paper(result.claims) if claim.headline]:
+            yield name, result, claims, min((claim.verdict for claim in claims), key=_RANKED.index)
+
+
+def papers_count(root: Path) -> str:
+    """How many figures are matched, and what becomes of the others."""
+    verdicts = [verdict for *_, verdict in _figures(root)]
+    return Table(["figures", *_COUNTED.values()], [[len(verdicts), *map(verdicts.count, _COUNTED)]]).markdown()
+
+
+def papers(root: Path) -> str:
+    """A line for each figure: what the paper states beside ours."""
+    rows = []
+    for name, result, claims, verdict in _figures(root):
         like = sum(claim.verdict == verdict for claim in claims)
-        verdicts.append(verdict)
         of_which = f" ({like} of {len(claims)})" if like < len(claims) else ""
         reasons = dict.fromkeys(f"{one.text} ({one.shown_by})" for claim in claims if (one := claim.reason))
         columns = [[claim.name, claim.paper, claim.measured, _number(claim.ours), _number(claim.tuned)]
@@ -81,9 +90,8 @@ def papers(root: Path) -> str:
                                           for column in zip(*columns, strict=True))  # fmt: skip
         link, judged = f"[{name}](../../benchmarks/results/repro/{name}.json)", f"**{verdict}**{of_which}"
         rows.append([link, what, paper, here, judged, "<br>".join(reasons), ours, tuned, result.measured_at])
-    counts = ", ".join(f"{verdicts.count(kind)} {shown}" for kind, shown in _COUNTED.items() if kind in verdicts)
     header = ["figure", "claim", "paper", "here", "verdict", "reason", "ours", "ours over tuned vLLM", "measured at"]
-    return f"{len(rows)} figures: {counts}.\n\n{Table(header, rows).markdown()}"
+    return Table(header, rows).markdown()
 
 
 def _number(value: float | None) -> str:
@@ -139,6 +147,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "ablation": ablation,
     "step-cost": step_cost,
     "papers": papers,
+    "papers-count": papers_count,
     "tuning-papers": partial(kept, name="tuning.json", title="papers' models on A100"),
     "tuning-modern": partial(kept, name="tuning.json", title="8B and 70B on H100"),
     "tuning-lengths": partial(kept, name="tuning.json", title="lengths"),
