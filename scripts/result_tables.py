@@ -59,8 +59,13 @@ def step_cost(root: Path) -> str:
 
 _RANKED = ("below", "above", "matched", "tendency", "not comparable")
 """Verdicts: a figure of several claims has the first that one of them has."""
-_COUNTED = {"matched": "matched", "above": "above", "below": "below", "tendency": "without a number in the paper",
-            "not comparable": "not comparable"}  # fmt: skip
+_COUNTED: Mapping[str, str] = {
+    "matched": "matched",
+    "above": "above",
+    "below": "below",
+    "tendency": "without a number in the paper",
+    "not comparable": "not comparable",
+}
 
 
 def _figures(root: Path) -> Iterator[tuple[str, Result, list[PaperClaim], Verdict]]:
@@ -73,7 +78,7 @@ def _figures(root: Path) -> Iterator[tuple[str, Result, list[PaperClaim], Verdic
 
 def papers_count(root: Path) -> str:
     """How many figures are matched, and what becomes of the others."""
-    verdicts = [verdict for *_, verdict in _figures(root)]
+    verdicts: list[str] = [verdict for *_, verdict in _figures(root)]
     return Table(["figures", *_COUNTED.values()], [[len(verdicts), *map(verdicts.count, _COUNTED)]]).markdown()
 
 

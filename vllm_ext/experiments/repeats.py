@@ -56,6 +56,11 @@ def _merged(claims: Sequence[Claim]) -> Claim:
         return replace(first, value=middle)
     half = half_width(values)
     ends = (middle - half, middle + half) if len(values) >= _LEAST_FOR_STUDENT else (min(values), max(values))
-    beside = {name: [getattr(claim, name) for claim in claims] for name in ("ours", "tuned")}
-    means = {name: None if None in told else fmean(told) for name, told in beside.items()}
-    return replace(first, value=middle, interval=ends, **means)
+    ours, tuned = ([getattr(claim, name) for claim in claims] for name in ("ours", "tuned"))
+    return replace(first, value=middle, interval=ends, ours=_mean(ours), tuned=_mean(tuned))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of what every seed has."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if len(found) == len(values) else None

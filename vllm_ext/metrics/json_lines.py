@@ -85,8 +85,8 @@ class JsonLines:
                 return count
         RotatingFileHandler(self._path, backupCount=self._keep, delay=True).doRollover()
         older = (self._path.with_name(f"{self._path.name}.{number}") for number in itertools.count(self._keep + 1))
-        for file in itertools.takewhile(Path.exists, older):  # of a server that was to keep more
-            file.unlink()
+        for one in itertools.takewhile(Path.exists, older):  # of a server that was to keep more
+            one.unlink()
         return 0
 
     def _fitting(self, size: int, more: int, lines: Sequence[bytes]) -> int:

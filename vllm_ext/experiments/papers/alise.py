@@ -176,7 +176,10 @@ PANELS = {
 """Seconds of a trace (the paper's 30 minutes for OPT-13B, less where the simulated rates are higher), and the rate at
 which the search for vLLM-2023's begins."""
 QUICK_S = {"sharegpt": 150.0, "alpaca": 20.0}
-RATIOS = {"alpaca": {VLLM_2023: (1.3, 1.8), ORCA: (3.1, None)}, "sharegpt": {VLLM_2023: (2.1, None), ORCA: (4.3, None)}}
+RATIOS: Mapping[str, Mapping[Variant, tuple[float, float | None]]] = {
+    "alpaca": {VLLM_2023: (1.3, 1.8), ORCA: (3.1, None)},
+    "sharegpt": {VLLM_2023: (2.1, None), ORCA: (4.3, None)},
+}
 """Data set -> ratio of ALISE's rate to that of others: the range over the models, or the largest, as stated."""
 FIG6_REASONS: Mapping[Variant, Mapping[Verdict, Reason]] = {
     VLLM_2023: {
