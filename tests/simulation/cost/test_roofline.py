@@ -204,6 +204,21 @@ def test_decode_of_latent_attention_reads_the_compressed_vectors_and_computes_on
     assert extra == pytest.approx(1000 * 2 * 61 * 128 * (576 + 512) / 8e14)
 
 
+@pytest.mark.parametrize("shape", [decode(8, 500), prefill(300, 2000), decode(8, 500).plus(prefill(300, 2000))])
+def test_operators_are_told_as_a_step_counts_them(shape: StepShape) -> None:
+    """Each is what a step is shorter by where that operator costs nothing."""
+    model, device = MODELS["yi-34b"], replace(DEVICES["a100-80"], unhidden=0.0, layer_launch_s=0.0)
+    cost = Roofline(model, device, 2)
+    alone = shape._replace(decode_context_tokens=0, prefill_context_tokens=0, prefill_pairs=0.0)
+    assert cost.attention_s(shape) == pytest.approx(cost.device_s(shape) - cost.device_s(alone))
+    free = Roofline(model, replace(device, link_latency_s=0.0, link_bytes_per_s=1e30), 2)
+    assert cost.all_reduce_s(shape.num_tokens) == pytest.approx(cost.device_s(shape) - free.device_s(shape))
+    twice = Roofline(replace(model, weight_bytes_per_parameter=4.0), device, 2)
+    reads = twice.linear_s(1) - cost.linear_s(1)
+    assert reads == pytest.approx(2 * model.linear_parameters / 2 / (2039e9 * 0.85))
+    assert cost.linear_s(4096) == pytest.approx(2 * model.linear_parameters * 4096 / (2 * 312e12 * 0.75))
+
+
 def test_host_time_grows_with_the_requests() -> None:
     cost = Roofline(MODELS["opt-13b"], DEVICES["v100"], host_base_s=1e-3, host_per_request_s=1e-5)
     assert cost.host_s(decode(100, 5)) == pytest.approx(2e-3)

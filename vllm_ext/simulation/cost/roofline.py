@@ -82,10 +82,10 @@ class Roofline:
         elements = _element_wise_traffic(model, tensor_parallel) * max(2.0, width)
         reduces = 0 if tensor_parallel == 1 else model.layers * (1 if model.parallel_attention else 2)
         ring = 2 * (tensor_parallel - 1) / tensor_parallel * model.hidden * max(2.0, width)
-        self._token_s = (
-            (elements + kv_bytes) / bandwidth + reduces * ring / (device.link_bytes_per_s * device.link_efficiency)
-        )  # fmt: skip
-        self._fixed_s = reduces * device.link_latency_s + model.layers * device.layer_gap_s
+        self._reduced_token_s = reduces * ring / (device.link_bytes_per_s * device.link_efficiency)
+        self._token_s = (elements + kv_bytes) / bandwidth + self._reduced_token_s
+        self._reduces_s = reduces * device.link_latency_s
+        self._fixed_s = self._reduces_s + model.layers * device.layer_gap_s
 
         self._eager_s = model.layers * device.layer_launch_s
         self._step_s = device.step_launch_s
@@ -99,20 +99,14 @@ class Roofline:
         """Return the time the devices compute a step, in seconds."""
         _, tokens, decodes, sampled, decode_context, prefill_context, pairs = shape
         time = self._token_s * tokens + self._decode_context_s * decode_context + self._fixed_s
-        compute = self._linear_s * self._padded(tokens)
-        weights = self._weights_s
-        time += compute + self._unhidden * weights if compute > weights else weights + self._unhidden * compute
+        time += self.linear_s(tokens)
         if self._experts is not None:
             time += self._experts_s(self._experts, tokens)
         if sampled:
-            compute = self._head_s * self._padded(sampled)
-            weights = self._head_weights_s
-            time += compute + self._unhidden * weights if compute > weights else weights + self._unhidden * compute
+            time += self._overlapped(self._head_s * self._padded(sampled), self._head_weights_s)
             time += self._logits_s * sampled
         if pairs:
-            flops = self._pair_s * pairs
-            traffic = self._kv_s * prefill_context
-            time += flops if flops > traffic else traffic
+            time += self._prefill_attention_s(prefill_context, pairs)
         if tokens > decodes or tokens > self._graph_max:  # no graph: launched kernel by kernel
             if not self._ahead:
                 time += self._eager_s
@@ -124,6 +118,26 @@ class Roofline:
         """Return the engine core's own time per step, in seconds."""
         return self._host_base_s + self._host_per_request_s * shape[0]
 
+    def linear_s(self, tokens: int) -> float:
+        """Return a step's time in the matrix products of all layers, routed experts aside, in seconds."""
+        return self._overlapped(self._linear_s * self._padded(tokens), self._weights_s)
+
+    def attention_s(self, shape: StepShape) -> float:
+        """Return a step's time in attention, in seconds."""
+        prefill = self._prefill_attention_s(shape.prefill_context_tokens, shape.prefill_pairs)
+        return self._decode_context_s * shape.decode_context_tokens + prefill
+
+    def all_reduce_s(self, tokens: int) -> float:
+        """Return a step's time in all-reduces, in seconds."""
+        return self._reduces_s + self._reduced_token_s * tokens
+
+    def _prefill_attention_s(self, context: int, pairs: float) -> float:
+        return max(self._pair_s * pairs, self._kv_s * context)
+
+    def _overlapped(self, compute: float, weights: float) -> float:
+        """Return the time of a matrix product: what the shorter of computing and reading is not hidden by counts."""
+        return compute + self._unhidden * weights if compute > weights else weights + self._unhidden * compute
+
     def _experts_s(self, experts: Experts, tokens: int) -> float:
         """Return the time of the routed experts, in seconds: one grouped matrix product per projection."""
         if not tokens:
@@ -132,8 +146,7 @@ class Roofline:
         if self._tiles[-1] > 1:
             share = rows / reached
             rows = reached * self._padded(math.ceil(share - 1e-9))  # not a tile more for an error of rounding
-        compute, weights = self._expert_row_s * rows, self._expert_weights_s * reached
-        return max(compute, weights) + self._unhidden * min(compute, weights)
+        return self._overlapped(self._expert_row_s * rows, self._expert_weights_s * reached)
 
     def _padded(self, rows: int) -> int:
         """Return the rows that are computed: small products have small tiles, so that the padding stays in bounds."""
