@@ -6,7 +6,7 @@ import pytest
 
 from tests.experiments.test_findings import MadeUp
 from vllm_ext.experiments import catalogue
-from vllm_ext.experiments.papers import sarathi_chunks, sarathi_costs
+from vllm_ext.experiments.papers import pensieve_costs, sarathi_chunks, sarathi_costs
 from vllm_ext.experiments.steps import findings, roofline
 from vllm_ext.report.claim import PaperClaim
 from vllm_ext.simulation.cost.step_shape import StepShape
@@ -56,6 +56,20 @@ def test_chunks_of_a_prompt_are_all_its_tokens_and_pairs() -> None:
     assert made["prompt, chunk 4096, 2048: all"] == pytest.approx(
         sum(map(cost.device_s, chunks)) / cost.device_s(whole)
     )
+
+
+def test_history_is_the_first_whose_computation_outgrows_the_generation() -> None:
+    cost = roofline("opt-13b")
+    first = pensieve_costs.fig3(MadeUp()).claims[0]
+    assert first.name.startswith("opt-13b")
+
+    def outgrows(history: int) -> bool:
+        prefill = StepShape.of_rows([(history + 32, 0)] * 32)
+        decodes = [StepShape(32, 32, 32, 32, 32 * (history + 32 + at), 0, 0.0) for at in range(1, 201)]
+        return cost.device_s(prefill) > sum(map(cost.device_s, decodes))
+
+    assert outgrows(int(first.value))
+    assert not outgrows(int(first.value) - 32)
 
 
 @pytest.mark.parametrize("name", ["sarathi-fig1"])
