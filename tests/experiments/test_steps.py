@@ -6,7 +6,7 @@ import pytest
 
 from tests.experiments.test_findings import MadeUp
 from vllm_ext.experiments import catalogue
-from vllm_ext.experiments.papers import pensieve_costs, sarathi_chunks, sarathi_costs
+from vllm_ext.experiments.papers import alise_costs, pensieve_costs, sarathi_chunks, sarathi_costs
 from vllm_ext.experiments.steps import findings, roofline
 from vllm_ext.report.claim import PaperClaim
 from vllm_ext.simulation.cost.step_shape import StepShape
@@ -72,7 +72,27 @@ def test_history_is_the_first_whose_computation_outgrows_the_generation() -> Non
     assert not outgrows(int(first.value) - 32)
 
 
-@pytest.mark.parametrize("name", ["sarathi-fig1"])
+class Lines:
+    """Prefill costs a millisecond a token, each token that follows two and a microsecond per token before it."""
+
+    def device_s(self, shape: StepShape) -> float:
+        return 1e-3 * shape.num_prefill_tokens + 2e-3 * shape.num_decodes + 1e-6 * shape.decode_context_tokens
+
+    def host_s(self, shape: StepShape) -> float:
+        return 0.0
+
+
+def test_equations_fit_what_obeys_them() -> None:
+    prefills = {s: [StepShape.of_chunk(s)] for s in (64, 1024)}
+    exact = alise_costs.errors(Lines(), prefills, [[s] for s in prefills])
+    assert [cells["error"] for cells in exact.values()] == pytest.approx([0.0, 0.0], abs=1e-9)
+    assert exact["s = 64"]["ms"] == pytest.approx(64.0)
+    constant = alise_costs.errors(Lines(), prefills, [[1.0] for _ in prefills])
+    assert constant["s = 64"]["error"] == pytest.approx((64 + 1024) / 2 / 64 - 1)
+    assert max(cells["error, ours"] for cells in constant.values()) < 0.05
+
+
+@pytest.mark.parametrize("name", ["alise-fig2", "sarathi-fig1"])
 def test_a_full_run_has_ours_and_todays_vllm_beside_the_papers_systems(name: str) -> None:
     runner = MadeUp()
     runner.quick = False
