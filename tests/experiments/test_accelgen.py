@@ -1,19 +1,16 @@
-"""What AccelGen's reproductions share: the settings of the paper, and the measures over a window."""
+"""What AccelGen's reproductions share: the settings of the paper, its systems, and how their figures are judged."""
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from vllm_ext.experiments.experiment import Findings
 from vllm_ext.experiments.papers import accelgen as base
 from vllm_ext.experiments.papers import accelgen_figures as figures
-from vllm_ext.experiments.papers import accelgen_window as measure
-from vllm_ext.simulation.measure.run_data import RequestRow, RequestTable, RunData
 from vllm_ext.simulation.run import simulate
+from vllm_ext.simulation.sweep.pools import simulate_point
 from vllm_ext.simulation.workloads.build import build
 
 
@@ -67,62 +64,76 @@ def test_pivot_budget_is_that_of_the_hardware_and_the_tuned_step_keeps_the_tight
         assert step_s <= base.TIGHTEST_TBT_S
 
 
-def made_table(*rows: tuple[list[float], str]) -> RequestTable:
-    """Requests of tier ``t`` that arrive at 0 s with a TTFT of 1 s and a TBT of 0.2 s, by their tokens' times."""
-    table = RequestTable()
-    for times, reason in rows:
-        gaps = np.diff(times)
-        row = RequestRow(
-            tier="t", finish_reason=reason, output_tokens=len(times), prompt_tokens=1, arrival_s=0.0,
-            first_token_s=times[0] if times else np.nan, finish_s=times[-1] if times else 10.0,
-            max_gap_s=gaps.max() if len(gaps) else np.nan, slo_ttft_s=1.0, slo_tbt_s=0.2,
-        )  # fmt: skip
-        table.append(row, array("d", times))
-    return table
-
-
-def test_measures_of_four_requests_worked_by_hand() -> None:
-    run = RunData(
-        label="x",
-        requests=made_table(
-            ([0.5, 0.6, 0.7], "stop"),  # all in time
-            ([0.5, 0.9, 1.0], "stop"),  # one gap too long, but done before 1 + 2 * 0.2
-            ([3.0, 3.1], "stop"),  # first token late
-            ([], "abort"),  # nobody came
-        ),
-        gaps=None,  # type: ignore[arg-type]  # not looked at
-        series=None,  # type: ignore[arg-type]
-        counters={"steps": 4.0, "prefill_tokens": 4.0, "decode_tokens": 4.0, "device_busy_s": 5.0,
-                  "mean_kv_used_fraction": 0.25, "preemptions": 0.0},
-        duration_s=10.0,
-    )  # fmt: skip
-    found = measure.measured_of(run)
-    assert found["attainment_fraction"] == pytest.approx(6 / 8)
-    assert found["goodput_tokens_per_s"] == pytest.approx(0.6)
-    assert found["request_attainment_fraction"] == pytest.approx(1 / 4)
-    assert found["deadline_attainment_fraction"] == pytest.approx(2 / 4)
-    assert found["ttft_attainment_fraction"] == pytest.approx(2 / 4)
-    assert found["tbt_attainment_fraction"] == pytest.approx(2 / 3)
-    assert found["requests_per_s"] == pytest.approx(0.3)
-    assert found["jct_mean_s"] == pytest.approx((0.7 + 1.0 + 3.1) / 3)
-    assert found["tokens_per_step"] == pytest.approx(2.0)
-    assert found["unallocated_kv_fraction"] == pytest.approx(0.75)
-
-
-def test_everybody_who_arrived_has_a_row_and_the_window_ends_on_time() -> None:
+def test_a_window_counts_everybody_who_arrived_and_ends_on_time() -> None:
     load = base.Load(arrivals_s=4.0, drain_s=1.0)
     arrived = len(list(build(base.workload_spec(base.OPT_13B, load, 0)).start()))
     for variant in (base.UPSTREAM, base.ACCELGEN):
-        found = measure.observe(base.spec(variant, base.OPT_13B, load, 0))
-        assert found["arrived_requests"] == arrived
-        assert found["output_tokens_per_s"] > 0
-        assert found["goodput_tokens_per_s"] <= found["output_tokens_per_s"]
-        assert found["jct_to_window_end_mean_s"] <= load.window_s + 1.0
+        found = simulate_point(base.spec(variant, base.OPT_13B, load, 0))
+        assert found["requests"] + found["aborted_requests"] + found["unfinished_requests"] == arrived
+        assert found[figures.TOKENS] > found[figures.GOODPUT] > 0
+        assert found["jct_to_end_mean_s"] <= load.window_s + 1.0
+
+
+def test_shortest_prompts_go_first_and_are_not_preempted_for() -> None:
+    """It is `alise` without all that tells its requests apart but their prompts; near lengths go by arrival."""
+    load = base.Load(arrivals_s=20.0, drain_s=10.0)
+    variant = base.shortest_prompt_first(base.OPT_13B)
+    run = simulate(base.spec(variant, base.OPT_13B, load, 0))
+    assert not run.counters["policy_fallbacks"]
+    waiting = [
+        (row["prompt_tokens"], row["arrival_s"], row["first_scheduled_s"])
+        for table in (run.requests, run.unserved)
+        for row in table.rows()
+    ]
+    passed = [
+        (one, other)
+        for one in waiting
+        for other in waiting
+        # Both wait when the longer one starts, and the shorter one did not come while the step was under way.
+        if 1.1 * one[0] + 32 < other[0] and one[1] < other[2] - 1.0 and not one[2] <= other[2]
+    ]
+    assert len(waiting) > 100
+    assert not passed
+
+
+def windows(**goodput: float) -> dict[tuple[str, float, str], dict[str, float]]:
+    names = [c.name for c in base.baselines(base.OPT_13B)]
+    found = {**dict.fromkeys(names, 100.0), base.tuned(base.OPT_13B).name: 200.0}
+    found |= {base.ACCELGEN.name: 150.0, base.OURS.name: 300.0} | goodput
+    return {("OPT-13B", 8.0, name): {figures.GOODPUT: value, "requests": 1.0} for name, value in found.items()}
+
+
+def test_a_range_of_the_paper_is_its_least_and_its_largest_figure_beside_ours_and_tuned_vllm() -> None:
+    found = windows(Orca=10.0)
+    least, largest = figures._ranged(figures.RANGES[0], found, {})
+    assert (least.value, least.ours, least.tuned, least.verdict) == (1.5, 3.0, 1.5, "matched")
+    assert (largest.value, largest.ours, largest.tuned, largest.verdict) == (15.0, 30.0, 1.5, "matched")
+    assert "Orca" in largest.facts
+    (least, _) = figures._ranged(figures.RANGES[0], windows(AccelGen=50.0), {})
+    assert (least.verdict, least.reason) == ("below", figures.ONE_SWITCH["below"])
+
+
+def test_a_baseline_that_finished_nothing_is_not_compared() -> None:
+    found = windows(Orca=1.0)
+    found["OPT-13B", 8.0, "Orca"]["requests"] = 0.0
+    _, largest = figures._ranged(figures.RANGES[0], found, {})
+    assert largest.value == 1.5
+
+
+def test_who_decides_alike_is_not_compared() -> None:
+    tokens = {("OPT-13B", 8.0, c.name): {figures.TOKENS: 5.0} for c in (base.ACCELGEN, base.ORACLE)}
+    claim = figures._beside_oracle(tokens)
+    assert (claim.value, claim.verdict) == (1.0, "not comparable")
 
 
 def test_a_figure_is_a_table_with_our_row_as_metrics_and_others_as_baselines() -> None:
     columns = (next(iter(figures.LABELS)),)
     found = {("OPT-13B", name): {columns[0]: value} for name, value in ((base.ACCELGEN.name, 3.0), ("Orca", 1.0))}
-    made = Findings(**figures.table(found, columns), claims=[], workload=[])
-    assert made.tables[0].rows == [("OPT-13B", base.ACCELGEN.name, 3.0), ("OPT-13B", "Orca", 1.0)]
-    assert (made.metrics, made.baselines) == ({f"OPT-13B.{columns[0]}": 3.0}, {"Orca": {f"OPT-13B.{columns[0]}": 1.0}})
+    assert figures.table(found, ("m", "s"), columns).rows == [
+        ("OPT-13B", base.ACCELGEN.name, 3.0),
+        ("OPT-13B", "Orca", 1.0),
+    ]
+    assert figures.values(found, "{}.".format, columns) == {
+        "metrics": {f"OPT-13B.{columns[0]}": 3.0},
+        "baselines": {"Orca": {f"OPT-13B.{columns[0]}": 1.0}},
+    }

@@ -80,7 +80,7 @@ class RecordSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     token_times: bool = False
-    """Keep the time of every token (8 bytes each)."""
+    """Keep the time of every token (8 bytes each); a point of a sweep then tells which came in time: `iterations`."""
     events: int = Field(default=0, ge=0)
     """Keep this many step and request events for a trace; 0: none."""
     decisions: bool = False

@@ -1,23 +1,24 @@
-"""AccelGen, Figures 11 to 13: one window of time, the same arrivals, lengths and objectives for every system."""
+"""AccelGen, Figures 11 and 12: one window of time, the same arrivals, lengths and objectives for every system."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from vllm_ext.experiments.experiment import Findings, bar_plot, flat
+from vllm_ext.experiments.experiment import Findings, Variant, bar_plot, flat
+from vllm_ext.experiments.grid import Metrics
 from vllm_ext.experiments.papers import accelgen as base
-from vllm_ext.experiments.papers.accelgen_window import observe_all
 from vllm_ext.experiments.runner import Runner
-from vllm_ext.report.claim import Claim
+from vllm_ext.report.claim import PaperClaim, Reason, Verdict
 from vllm_ext.report.table import Table
 
 FULL = base.Load(arrivals_s=180.0, drain_s=60.0)
 QUICK = base.Load(arrivals_s=40.0, drain_s=20.0)
-TOKENS, GOODPUT, REQUESTS = "output_tokens_per_s", "goodput_tokens_per_s", "requests_per_s"
-IN_TIME, DEADLINE = "attainment_fraction", "deadline_attainment_fraction"
-JCT, FORWARD, UNALLOCATED = "jct_mean_s", "forward_over_pivot_fraction", "unallocated_kv_fraction"
+TOKENS, GOODPUT, REQUESTS = "delivered_tokens_per_s", "tokens_in_time_per_s", "ended_requests_per_s"
+IN_TIME, DEADLINE = "tokens_in_time_fraction", "deadline_attainment_fraction"
+JCT, STEP, KV_USED = "jct_mean_s", "tokens_per_step", "mean_kv_used_fraction"
 LABELS = {
     REQUESTS: "req/s",
     TOKENS: "tok/s",
@@ -25,18 +26,16 @@ LABELS = {
     IN_TIME: "in time",
     DEADLINE: "by deadline",
     "request_attainment_fraction": "whole req. met",
-    "ttft_attainment_fraction": "TTFT met",
+    "first_in_time_fraction": "TTFT met",
     JCT: "JCT s",
-    FORWARD: "step / S_pf",
-    "tokens_per_step": "tokens/step",
+    "jct_to_end_mean_s": "JCT of all s",
+    STEP: "tokens/step",
     "device_busy_fraction": "device busy",
-    UNALLOCATED: "KV unallocated",
+    KV_USED: "KV in use",
     "preemptions": "preemptions",
-    "processed_tokens_per_s": "all tok/s",
 }
 """Metrics of a window -> their columns."""
-Observed = Mapping[str, float]
-Compare = Callable[[Observed, Observed], float]
+Compare = Callable[[Metrics, Metrics], float]
 """From AccelGen's window and another's to one number."""
 
 
@@ -73,38 +72,56 @@ def setting(runner: Runner) -> tuple[base.Load, Sequence[base.Panel], dict[str, 
 
 
 def table(
-    found: Mapping[tuple[Any, ...], Observed],
-    columns: Sequence[str],
-    dims: Sequence[str] = ("model", "system"),
-    where: Callable[..., str] = "{}.".format,
-    kept: Collection[str] = (),
-) -> dict[str, Any]:
-    """Return tables, metrics and baselines, fields of `Findings`; ``kept`` are metrics if they are not the columns."""
+    found: Mapping[tuple[Any, ...], Metrics],
+    dims: Sequence[str],
+    columns: Sequence[str] = tuple(LABELS),
+    title: str = "",
+) -> Table:
+    """Return windows as rows: their keys, then the columns."""
     rows = [(*key, *(one[name] for name in columns)) for key, one in found.items()]
-    return {
-        "tables": [Table((*dims, *(LABELS[name] for name in columns)), rows)],
-        **flat(
-            {key: {name: one[name] for name in kept or columns} for key, one in found.items()},
-            where,
-            own={base.ACCELGEN.name: ""},
-        ),
-    }
+    return Table((*dims, *(LABELS[name] for name in columns)), rows, title)
+
+
+def values(
+    found: Mapping[tuple[Any, ...], Metrics], where: Callable[..., str], columns: Sequence[str] = tuple(LABELS)
+) -> dict[str, Any]:
+    """Return ``metrics`` and ``baselines``, fields of `Findings`."""
+    kept = {key: {name: one[name] for name in columns} for key, one in found.items()}
+    return flat(kept, where, own={base.ACCELGEN.name: ""})
 
 
 # --- Figure 11 --------------------------------------------------------------------------------------------------------
 
-RANGES: tuple[tuple[str, Compare, float, float, bool], ...] = (
-    ("output tokens/s, AccelGen / baseline", over(TOKENS), 1.42, 11.21, True),
-    ("requests/s, AccelGen / baseline", over(REQUESTS), 1.54, 10.0, False),
-    ("goodput, AccelGen / baseline", over(GOODPUT), 1.43, 13.71, True),
-    ("attainment of iterations, AccelGen - baseline, points", points(IN_TIME, 100), 37, 90, True),
-    ("complete by the deadline, AccelGen - baseline, points", points(DEADLINE, 100), 34, 93, False),
-    ("mean JCT, baseline / AccelGen", under(JCT), 1.61, 12.22, True),
-    ("step over S_pf, AccelGen - baseline, points", points(FORWARD, 100), 31, 63, False),
-    ("KV allocated, AccelGen - baseline, points", points(UNALLOCATED, -100), 7.4, 13.2, False),
+ONE_SWITCH: Mapping[Verdict, Reason] = {
+    "below": Reason("the factor is one switch: who has lost goes last", f"row `{base.RELEGATED.name}`")
+}
+ALL_IN_TIME: Mapping[Verdict, Reason] = {
+    "below": Reason("the baselines deliver most tokens in time here", "column `in time`")
+}
+ALL_SERVED: Mapping[Verdict, Reason] = {
+    "below": Reason("below capacity every system serves what arrives", "table `near capacity`")
+}
+ALIKE: Mapping[Verdict, Reason] = {
+    "not comparable": Reason("lengths decide nothing: nobody has a JCT objective", "row `Oracle`")
+}
+Ranged = tuple[str, Compare, float, float, Mapping[Verdict, Reason]]
+"""What is compared, the paper's least and largest figure over baselines and models, and why ours may differ."""
+FORWARD = "step over S_pf, AccelGen - baseline, points"
+RANGES: tuple[Ranged, ...] = (
+    ("goodput, AccelGen / baseline", over(GOODPUT), 1.43, 13.71, ONE_SWITCH),
+    ("output tokens/s, AccelGen / baseline", over(TOKENS), 1.42, 11.21, ONE_SWITCH),
+    ("requests/s, AccelGen / baseline", over(REQUESTS), 1.54, 10.0, {}),
+    ("attainment of iterations, AccelGen - baseline, points", points(IN_TIME, 100), 37, 90, ALL_IN_TIME),
+    ("complete by the deadline, AccelGen - baseline, points", points(DEADLINE, 100), 34, 93, {}),
+    ("mean JCT, baseline / AccelGen", under(JCT), 1.61, 12.22, {}),
+    (FORWARD, points(STEP, 100), 31, 63, {}),
+    ("KV allocated, AccelGen - baseline, points", points(KV_USED, 100), 7.4, 13.2, {}),
 )
-"""What is compared, the paper's least and largest figure over baselines and models, and whether it is a headline."""
-FIG11_COLUMNS = [name for name in LABELS if name not in ("tokens_per_step", "processed_tokens_per_s")]
+AT_NEAR: Ranged = ("goodput near capacity, AccelGen / baseline", over(GOODPUT), 1.43, 13.71, ALL_SERVED)
+HEADLINES = ("goodput, AccelGen / baseline, least", "goodput, AccelGen / baseline, largest",
+             "output tokens/s, AccelGen / baseline, least")  # fmt: skip
+NEAR = ((base.LLAMA_70B, 1.0), (base.LLAMA_70B, 2.0), (base.OPT_13B, 0.5))
+"""Models, and requests per second near what they can serve."""
 
 
 @base.PAPER.figure(
@@ -113,42 +130,37 @@ FIG11_COLUMNS = [name for name in LABELS if name not in ("tokens_per_step", "pro
     "Throughput, goodput, SLO attainment and JCT with heterogeneous objectives, four models",
     (
         *base.DIFFERENCES,
-        "Utilisation of compute is tokens of a step over S_pf; device busy is the share of the window in which the "
-        "device computes, which is all of it under overload. JCT is the mean of those that finished: who serves short "
-        "requests only finishes early; jct_to_window_end_mean_s counts everybody.",
+        "Utilisation of compute is tokens of a step over S_pf (config.pivot_tokens); device busy is the share of the "
+        "window in which the device computes, which is all of it under overload. JCT is the mean of those that "
+        "finished: who serves short requests only finishes early; `JCT of all` counts everybody, to the window's end.",
         "A baseline that finished nothing within the window is left out of the claims for its model; see the table.",
         "The paper's vLLM, Orca, FastGen, Sarathi-Serve and FastServe are the baselines of the claims; vLLM 0.32's "
         "default and a tuned one (steps that keep the tightest TBT objective, 5 % watermark) stand beside them.",
+        "The paper's 8 requests/s are an overload here. Goodput is judged near capacity too: Llama-3-70B at 1 and 2 "
+        "requests/s, OPT-13B at 0.5.",
     ),
+    repeats=5,
 )
 def fig11(runner: Runner) -> Findings:
     """What do objectives per request, an order by the time left, and matched compute and memory gain?
 
     Over systems that know neither, when short and long prompts with different objectives arrive faster than anybody can
     serve them. Method: per model AccelGen over each of the paper's baselines; the least and the largest ratio stand
-    beside the paper's range.
+    beside the paper's range. The same goodput ratios where most can be served, on two of the models.
     """
     load, panels, told = setting(runner)
-    names = [panel.name for panel in panels]
-    found = observe_all(
-        {
-            (panel.name, c.name): base.spec(c, panel, load, runner.seed)
-            for panel in panels
-            for c in (
-                *base.baselines(panel),
-                base.UPSTREAM,
-                base.tuned(panel),
-                base.ACCELGEN,
-                base.ORACLE,
-                base.OURS,
-                *base.READINGS,
-            )
-        }
-    )
+    loads = {(panel.name, load.rate_per_s): (panel, load) for panel in panels}
+    near = {(panel.name, rate): (panel, replace(load, rate_per_s=rate)) for panel, rate in NEAR}
+    specs = {
+        (*at, c.name): base.spec(c, panel, of, runner.seed)
+        for at, (panel, of) in (loads | near).items()
+        for c in (*_compared(panel), *(() if at in near else (base.ORACLE, *base.READINGS)))
+    }
+    found = runner.metrics(specs)
+    crowded, mild = ({key: one for key, one in found.items() if key[:2] in of} for of in (loads, near))
     pivots = {panel.name: panel.pivot_tokens for panel in panels}
-    for (panel, _), one in found.items():
-        one[FORWARD] = one["tokens_per_step"] / pivots[panel]
-    systems = list(dict.fromkeys(name for _, name in found if name != base.ORACLE.name))
+    dims, names = ("model", "offered/s", "system"), [panel.name for panel in panels]
+    systems = dict.fromkeys(name for *_, name in crowded if name != base.ORACLE.name)
     plots = {
         "throughput": (TOKENS, "output tokens/s"),
         "goodput": (GOODPUT, "tokens/s in time"),
@@ -156,105 +168,96 @@ def fig11(runner: Runner) -> Findings:
         "jct": (JCT, "mean JCT (s)"),
     }
     return Findings(
-        **table(found, FIG11_COLUMNS, kept=next(iter(found.values())).keys() - {"wall_s_per_step"}),
-        claims=list(_fig11_claims(found, names, [c.name for c in base.baselines(panels[0])])),
+        tables=[table(crowded, dims), table(mild, dims, title="near capacity")],
+        **values(found, "{} at {:g}/s.".format),
+        claims=[*(claim for one in RANGES for claim in _ranged(one, crowded, pivots)), *_ranged(AT_NEAR, mild, pivots),
+                _beside_oracle(crowded)],
         config={
             **told,
             "kv_tokens": {panel.name: panel.kv_tokens for panel in panels},
             "pivot_tokens": pivots,
             "first_bucket_ttft_ms": {panel.name: 1000 * base.ttft_buckets(panel)[0] for panel in panels},
         },
-        details={"utilisation": {panel.name: base.utilisation(panel, load, runner.seed) for panel in panels}},
+        details={
+            "utilisation": {
+                f"{panel.name} at {of.rate_per_s:g}/s": base.utilisation(panel, of, runner.seed)
+                for panel, of in (loads | near).values()
+            }
+        },
         plots=[
             bar_plot(
                 f"-{suffix}",
                 names,
-                {name: [found[panel, name][key] for panel in names] for name in systems},
+                {name: [crowded[panel, load.rate_per_s, name][key] for panel in names] for name in systems},
                 ylabel=label,
                 title="8 requests/s, 35 % books, simulated A100",
             )
             for suffix, (key, label) in plots.items()
         ],
         workload=[base.workload_spec(panels[0], load, runner.seed)],
-    )
+    )  # fmt: skip
 
 
-def _fig11_claims(
-    found: Mapping[tuple[str, str], Observed], panels: Sequence[str], others: Sequence[str]
-) -> Iterator[Claim]:
-    ours = {panel: found[panel, base.ACCELGEN.name] for panel in panels}
-    for name, compare, least, largest, headline in RANGES:
-        pairs = {
-            (panel, other): compare(ours[panel], found[panel, other])
-            for panel in panels
+def _compared(panel: base.Panel) -> tuple[Variant, ...]:
+    today = (base.UPSTREAM, base.tuned(panel), base.shortest_prompt_first(panel))
+    return (*base.baselines(panel), *today, base.ACCELGEN, base.RELEGATED, base.OURS, base.OURS_UNAGED)
+
+
+Windows = Mapping[tuple[str, float, str], Metrics]
+"""Model, requests per second that arrive, system."""
+
+
+def _ranged(ranged: Ranged, found: Windows, pivots: Mapping[str, int]) -> Iterator[PaperClaim]:
+    name, compare, least, largest, reasons = ranged
+    places = sorted({key[:2] for key in found})
+
+    def against(own: Variant, *others: Variant) -> dict[tuple[str, float, str], float]:
+        """Compare a system with others everywhere, but for those that finished nothing."""
+        return {
+            (*at, other.name): compare(found[*at, own.name], theirs) / (pivots[at[0]] if name == FORWARD else 1)
+            for at in places
             for other in others
-            if found[panel, other]["finished_requests"]
+            if (theirs := found[*at, other.name])["requests"]
         }
-        for which, paper, pick in (("least", least, min), ("largest", largest, max)):
-            panel, other = pick(pairs, key=pairs.__getitem__)
-            yield Claim(
-                name=f"{name}, {which}",
-                goal=paper,
-                value=pairs[panel, other],
-                headline=headline,
-                facts=f"against {other} on {panel}",
-                why=_fig11_why(name, ours[panel], found[panel, other]),
-            )
-    yield Claim(
+
+    others = base.baselines(base.OPT_13B)  # by their names, which are the same for all models
+    published, ours = against(base.ACCELGEN, *others), against(base.OURS, *others)
+    tuned = against(base.OURS, base.tuned(base.OPT_13B))
+    for which, paper, pick in (("least", least, min), ("largest", largest, max)):
+        model, rate, other = pick(published, key=published.__getitem__)
+        yield PaperClaim(
+            name=f"{name}, {which}",
+            goal=paper,
+            kind="up to" if which == "largest" else "value",
+            value=published[model, rate, other],
+            ours=pick(ours.values()),
+            tuned=pick(tuned.values(), default=None),
+            headline=f"{name}, {which}" in HEADLINES,
+            facts=f"against {other} on {model} at {rate:g}/s",
+            reasons=reasons,
+        )
+
+
+def _beside_oracle(found: Windows) -> PaperClaim:
+    return PaperClaim(
         name="output tokens/s, AccelGen / Oracle, least of the models",
         goal=0.88,
-        value=min(over(TOKENS)(one, found[panel, base.ORACLE.name]) for panel, one in ours.items()),
-        facts="the Oracle here is AccelGen with true lengths, not a search",
-    )
-    yield Claim(
-        name="scheduling of a step / mean JCT, %, largest of the models (upper bound, wall clock)",
-        goal=0.02,
-        value=max(100 * one["wall_s_per_step"] / one[JCT] for one in ours.values()),
-        op="<=",
-        facts="all that the simulation does per step, vLLM's own scheduler included; JCT is simulated",
+        value=min(
+            over(TOKENS)(found[*at, base.ACCELGEN.name], found[*at, base.ORACLE.name])
+            for at in {key[:2] for key in found}
+        ),
+        reasons=ALIKE,
     )
 
 
-def _fig11_why(name: str, ours: Observed, theirs: Observed) -> str:
-    """Say why a figure falls short, with numbers."""
-    if "iterations" in name:
-        return (
-            f"{theirs[IN_TIME]:.1%} of its tokens come in time: steps are short where memory bounds the "
-            f"batch, or the budget keeps them so; ours {ours[IN_TIME]:.1%}"
-        )
-    if "JCT" in name:
-        return (
-            f"of those that finished: {theirs['finished_requests']:.0f} with it, {ours['finished_requests']:.0f} with "
-            f"AccelGen"
-        )
-    if "S_pf" in name:
-        return "AccelGen's steps are bounded by the tightest TBT objective, the baseline's are not, or by memory"
-    return (
-        f"{theirs['tokens_per_step']:.0f} tokens a step with it, {ours['tokens_per_step']:.0f} with AccelGen; "
-        f"{theirs['preemptions']:.0f} and {ours['preemptions']:.0f} preemptions"
-    )
+# --- Figure 12 -------------------------------------------------------------------------------------------------------
 
-
-# --- Figure 12 --------------------------------------------------------------------------------------------------------
-
-LOST: tuple[tuple[str, Compare, tuple[float, float, float], bool], ...] = (
-    ("output tokens/s lost, fraction", lost(TOKENS), (0.97, 0.35, 0.61), True),
-    ("goodput lost, fraction", lost(GOODPUT), (0.44, 0.52, 0.27), True),
-    ("attainment of iterations lost, fraction of all", points(IN_TIME), (0.28, 0.42, 0.24), True),
-    ("mean JCT grown, fraction", grown(JCT), (0.31, 0.17, 0.19), False),
-    ("KV in use lost, fraction of all", points(UNALLOCATED, -1.0), (0.07, 0.01, 0.11), False),
+LOST: tuple[tuple[str, Compare, tuple[float, float, float]], ...] = (
+    ("goodput lost, fraction", lost(GOODPUT), (0.44, 0.52, 0.27)),
+    ("attainment of iterations lost, fraction of all", points(IN_TIME), (0.28, 0.42, 0.24)),
+    ("mean JCT grown, fraction", grown(JCT), (0.31, 0.17, 0.19)),
 )
-"""What is compared, the paper's figures in the order of `ABLATIONS`, and whether it is a headline."""
-FIG12_WHY = (
-    "not traced; its steps have fewer tokens (see the table), so decodes wait less",
-    "not traced; a supposition: almost all are late at once, and lateness orders much as arrival does",
-    "not traced; a supposition: the order of the queue already decides whom the match may choose from",
-)
-FIG12_COLUMNS = [
-    name
-    for name in LABELS
-    if name not in ("ttft_attainment_fraction", FORWARD, "device_busy_fraction", "processed_tokens_per_s")
-]
+"""What is compared, and the paper's figures in the order of `ABLATIONS`; the first is what the figure is known by."""
 
 
 @base.PAPER.figure(
@@ -263,9 +266,12 @@ FIG12_COLUMNS = [
     "AccelGen without dynamic chunking, ordering or matching",
     (
         *base.DIFFERENCES,
-        "The paper's figures are one number per ablation; ours are means over the models, with each model's in the "
-        "note. A claim is reached if the method contributes at least as much as in the paper.",
+        "The paper contradicts itself: without Chunk throughput falls by 97 % and goodput by 44 %. What comes in time "
+        "is a part of what comes, so that of the whole system's tokens at most 5 % came in time; its section 6.2 has "
+        "attainments far above that. Throughput and the use of memory are in the table and not judged.",
+        "The paper's figures are one number per ablation; ours are means over the models, with each model's beside it.",
     ),
+    repeats=5,
 )
 def fig12(runner: Runner) -> Findings:
     """What is lost without dynamic chunking (/Chunk), the order by remaining time (/Order), or the match (/Batch)?
@@ -273,37 +279,33 @@ def fig12(runner: Runner) -> Findings:
     Method: the window of Figure 11, for AccelGen and its ablations; the mean over the models of what each loses.
     """
     load, panels, told = setting(runner)
-    names = [panel.name for panel in panels]
-    found = observe_all(
-        {
-            (panel.name, c.name): base.spec(c, panel, load, runner.seed)
-            for panel in panels
-            for c in (base.ACCELGEN, *base.ABLATIONS)
-        }
+    names, rows = [panel.name for panel in panels], (base.ACCELGEN, *base.ABLATIONS)
+    found = runner.metrics(
+        {(panel.name, c.name): base.spec(c, panel, load, runner.seed) for panel in panels for c in rows}
     )
     claims = []
-    for name, compare, figures, headline in LOST:
-        for ablation, paper, why in zip(base.ABLATIONS, figures, FIG12_WHY, strict=True):
+    for name, compare, figures in LOST:
+        for ablation, paper in zip(base.ABLATIONS, figures, strict=True):
             each = {p: compare(found[p, base.ACCELGEN.name], found[p, ablation.name]) for p in names}
             claims.append(
-                Claim(
+                PaperClaim(
                     name=f"{ablation.name}: {name}",
                     goal=paper,
                     value=statistics.fmean(each.values()),
-                    headline=headline,
+                    headline=name == LOST[0][0],
                     facts=", ".join(f"{panel} {value:.2f}" for panel, value in each.items()),
-                    why=why,
                 )
             )
     return Findings(
-        **table(found, FIG12_COLUMNS),
+        tables=[table(found, ("model", "system"))],
+        **values(found, "{}.".format),
         claims=claims,
         config=told,
         plots=[
             bar_plot(
                 "",
                 names,
-                {c.name: [found[panel, c.name][GOODPUT] for panel in names] for c in (base.ACCELGEN, *base.ABLATIONS)},
+                {c.name: [found[panel, c.name][GOODPUT] for panel in names] for c in rows},
                 ylabel="tokens/s in time",
                 title="AccelGen without one of its methods",
             )
