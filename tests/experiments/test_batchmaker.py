@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from vllm_ext.experiments.batching import workloads
+from vllm_ext.experiments.batching import curves, workloads
 from vllm_ext.experiments.batching.curves import Point, peak, reductions
 from vllm_ext.experiments.batching.merging import merge_cells, merge_operators
-from vllm_ext.experiments.papers import batchmaker, batchmaker_trees
+from vllm_ext.experiments.experiment import Findings
+from vllm_ext.experiments.papers import batchmaker, batchmaker_cell, batchmaker_trees
+from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import PaperClaim
 from vllm_ext.simulation.sweep.pools import InProcessPool
 from vllm_ext.simulation.sweep.store import PointStore
 
@@ -49,6 +54,13 @@ def test_bad_trees_are_named_by_line(line: str, tmp_path: Path) -> None:
         workloads.read_trees(tmp_path / "x")
 
 
+def test_sentences_are_cut_where_padded_batching_has_the_papers_peak(tmp_path: Path) -> None:
+    served = batchmaker.sentences(_bench(tmp_path))[0].arrivals(1.0, 2_000, 0)
+    lengths = [int(one.graph.times[0]) for one in served]
+    assert 100 < max(lengths) <= batchmaker.LONGEST
+    assert np.percentile(lengths, 99) < 110
+
+
 def point(load: float, p90_ms: float) -> Point:
     return Point(load_per_s=load, served_per_s=load * 0.9, p50_ms=1.0, p90_ms=p90_ms, p99_ms=p90_ms)
 
@@ -68,15 +80,41 @@ def test_merging_groups_by_depth_and_kind(tmp_path: Path) -> None:
     assert len(merge_operators([graph, graph], operators=3)) == 31 * 3
 
 
-def _bench(folder: Path) -> batchmaker.Runner:
-    return batchmaker.Runner(quick=True, seed=0, pool=InProcessPool(lambda _: {}), store=PointStore(folder).__enter__())
+def _bench(folder: Path) -> Runner:
+    return Runner(quick=True, seed=0, pool=InProcessPool(lambda _: {}), store=PointStore(folder).__enter__())
 
 
-def test_a_figure_on_little_data_has_the_papers_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batchmaker, "QUICK_LOADS", (2e3, 5e3, 12e3))
+def test_eight_requests_come_and_go_as_in_the_papers_text(tmp_path: Path) -> None:
+    found = batchmaker_cell.fig5(_bench(tmp_path))
+    assert [claim.verdict for claim in found.claims] == ["matched"] * 4 + ["tendency"]
+    assert all(claim.value == claim.goal for claim in found.claims[:4])
+    assert [row[1:] for row in found.tables[0].rows][5] == (7, 3, 10, 5, 12)
+
+
+def test_cellular_batching_beats_padding_on_little_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batchmaker, "QUICK_LOADS", (2e3, 5e3))
     monkeypatch.setattr(batchmaker, "seconds", lambda _: 0.1)
-    found = batchmaker.fig7(_bench(tmp_path))
-    claims = {claim.name: claim for claim in found.claims}
-    assert claims["LSTM: peak throughput, batchmaker / padded"].headline
-    assert claims["P90 latency at 5K req/s (ms)"].value < 15
-    assert found.metrics["batchmaker.load_5000.p90_ms"] < found.baselines["padded"]["load_5000.p90_ms"] / 2
+    bench = _bench(tmp_path)
+    manners = {"ours": batchmaker.cellular(), "padded": batchmaker.padded()}
+    found = batchmaker.compared(bench, manners, batchmaker.sentences(bench)[0])
+    assert 10 < found["ours"][1].p90_ms < 15
+    assert found["ours"][1].p90_ms < found["padded"][1].p90_ms / 2
+
+
+FIGURES = (batchmaker.fig7, batchmaker.fig8, batchmaker.fig11, batchmaker_trees.fig13, batchmaker_trees.fig14,
+           batchmaker_trees.fig15)  # fmt: skip
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda one: one.__name__)
+def test_a_figure_has_the_papers_claims_and_its_reasons_name_rows(
+    figure: Callable[[Runner], Findings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is served here: all manners have the same made-up latencies."""
+    monkeypatch.setattr(curves, "curve", lambda *args, **_: [point(load, 1 + load / 100) for load in args[2]])
+    found = figure(_bench(tmp_path))
+    claims = [claim for claim in found.claims if isinstance(claim, PaperClaim)]
+    assert len({claim.name for claim in claims}) == len(found.claims)
+    assert 1 <= sum(claim.headline for claim in claims) <= 3
+    told = [reason.shown_by for claim in claims for reason in claim.reasons.values()]
+    named = {row for text in told for row in re.findall("rows? `(.*?)`", text)}
+    assert named <= {row[0] for row in found.tables[0].rows}

@@ -9,6 +9,7 @@ import pytest
 from vllm_ext.config import parse
 from vllm_ext.experiments.papers import pensieve as base
 from vllm_ext.experiments.papers import pensieve_eviction as fig14
+from vllm_ext.experiments.papers import pensieve_rates as rates_of
 from vllm_ext.experiments.runner import Sustained
 from vllm_ext.simulation.run import build_scheduler
 from vllm_ext.simulation.spec import resolve
@@ -74,46 +75,81 @@ def test_separate_steps_are_pensieve_with_the_schedule_of_2023() -> None:
 
 # --- claims ---------------------------------------------------------------------------------------------------------
 
+NAMES = [c.name for c in (base.VLLM_2023, base.STATELESS, base.LRU, base.PENSIEVE, base.OURS)]
 
-def measured(rates: dict[str, float], low: dict[tuple[float, str], float]) -> Any:
+
+def measured(
+    rates: dict[str, float], low: dict[tuple[float, str], float], trials: dict[str, list[tuple[float, float]]]
+) -> Any:
     found = {
-        name: Sustained(rate_per_s=rate, crossing_per_s=rate, limited_by=(), trials=()) for name, rate in rates.items()
+        name: Sustained(
+            rate_per_s=rate,
+            crossing_per_s=rate,
+            limited_by=(),
+            trials=tuple((at, {base.P90: ms}) for at, ms in trials.get(name, [])),
+        )
+        for name, rate in rates.items()
     }
-    return base.Measured(setting=base.Setting(model="opt-13b", min_turns=5), found=found, low=low)
+    return rates_of.Measured(setting=base.Setting(model="opt-13b", min_turns=5), found=found, low=low)
 
 
-def test_gain_is_that_over_stateless_serving_and_better_than_todays_caches() -> None:
-    names = [c.name for c in (base.VLLM_2023, base.STATELESS, base.LRU, base.PENSIEVE)]
-    rates = dict(zip(names, (2.0, 2.5, 4.0, 3.0), strict=True))
-    latency = {0.25: 40.0, 0.5: 38.5, 0.75: 30.0}
-    low = {(load, name): 40.0 if name != base.PENSIEVE.name else ms for load, ms in latency.items() for name in names}
-    over_stateless, over_lru = measured(rates, low).claims(1.3)
-    assert "opt-13b, 5 turns or more" in over_stateless.name
-    assert (over_stateless.value, over_stateless.met, over_stateless.headline) == (1.5, True, True)
-    assert "over vLLM 0.32's 1.20" in over_stateless.note
-    assert "from 0.75 of its rate on" in over_stateless.note
-    assert (over_lru.value, over_lru.met) == (0.75, False)
+def test_gain_is_that_over_stateless_serving_and_ours_is_held_against_the_best_of_today() -> None:
+    rates = dict(zip(NAMES, (2.0, 2.5, 4.0, 2.64, 5.0), strict=True))
+    low = {(load, name): 40.0 for load in rates_of.LOW_LOADS for name in NAMES}
+    claim = measured(rates, low, {}).claim(1.3)
+    assert "opt-13b, 5 turns or more" in claim.name
+    assert (claim.value, claim.verdict, claim.headline) == (1.32, "matched", True)
+    assert (claim.ours, claim.tuned) == (2.5, 1.25)
+    assert "vLLM 0.32, stateless: 1.06" in claim.facts
 
 
-def test_where_nothing_is_gained_it_is_said() -> None:
-    names = [c.name for c in (base.VLLM_2023, base.STATELESS, base.PENSIEVE)]
-    low = {(load, name): 40.0 for load in base.LOW_LOADS for name in names}
-    (claim,) = measured(dict.fromkeys(names, 2.0), low).claims(1.25)
-    assert claim.value == 1.0
-    assert "at no load measured below it" in claim.note
+def test_rates_are_compared_at_every_limit_that_both_curves_pass() -> None:
+    """The model's limit, 100 ms, is five times its idle latency; both curves double from turn to turn."""
+    low = {(load, name): 20.0 for load in rates_of.LOW_LOADS for name in NAMES}
+    trials = {base.VLLM_2023.name: [(2.0, 40.0), (4.0, 160.0)], base.PENSIEVE.name: [(3.0, 40.0), (5.0, 80.0)]}
+    one = measured(dict.fromkeys(NAMES, 2.0), low, trials)
+    assert one.curve(base.VLLM_2023) == [(0.5, 20.0), (1.0, 20.0), (1.5, 20.0), (2.0, 40.0), (4.0, 160.0)]
+    assert one.by_limit() == {2.0: (3.0, 2.0), 3.0: pytest.approx((4.17, 2.58), abs=0.01)}
+    assert one.rate_at(base.VLLM_2023, 4.0) == pytest.approx(3.0)
+    assert one.rate_at(base.PENSIEVE, 5.0) is None
 
 
-def test_hit_rates_and_recomputed_tokens_are_compared_where_there_is_pressure() -> None:
-    def metrics(loaded: float, computed: float) -> dict[str, float]:
-        return {
+def test_latency_is_compared_at_loads_of_the_stateless_server_over_all_settings() -> None:
+    p90 = dict(zip(NAMES, (40.0, 40.0, 25.0, 20.0, 10.0), strict=True))
+    settings = [
+        measured(
+            dict.fromkeys(NAMES, 2.0), {(load, n): p90[n] * scale for load in rates_of.LOW_LOADS for n in NAMES}, {}
+        )
+        for scale in (1.0, 2.0)
+    ]
+    claims = list(rates_of.latency(settings))
+    assert [(c.value, c.ours, c.tuned) for c in claims] == [(0.5, 0.75, pytest.approx(0.6))] * 3
+    assert [c.headline for c in claims] == [False, True, False]
+    assert {c.verdict for c in claims} == {"matched"}
+    assert list(rates_of.latency([])) == []
+
+
+def at_rate(loaded: float, computed: float, p90_ms: float = 20.0) -> dict[str, float]:
+    return fig14.figures(
+        {
             "tier_hit_tokens": loaded,
             "history_computed_tokens": computed,
             "history_found_fraction": 0.5,
-            "normalised_latency_p90_ms_per_token": 20.0,
+            "normalised_latency_p90_ms_per_token": p90_ms,
         }
+    )
 
-    ours = {1.0: metrics(99.5, 0.5), 2.0: metrics(70.0, 30.0)}
-    lru = {1.0: metrics(99.0, 1.0), 2.0: metrics(60.0, 40.0)}
-    points, fewer = fig14.claims(*({rate: fig14.figures(one) for rate, one in of.items()} for of in (ours, lru)))
-    assert points.value == pytest.approx(10.0)
-    assert fewer.value == pytest.approx(0.25), "at 1/s LRU finds 99 %, so half as many tokens say nothing"
+
+def test_hit_rates_and_recomputed_tokens_are_compared_where_there_is_pressure_and_no_queue() -> None:
+    judged = {1.0: at_rate(99.5, 0.5), 2.0: at_rate(90.0, 10.0), 3.0: at_rate(70.0, 30.0)}
+    lru = {1.0: at_rate(99.0, 1.0), 2.0: at_rate(85.0, 15.0), 3.0: at_rate(50.0, 50.0, p90_ms=101.0)}
+    points, fewer, *missed = fig14.claims(judged, lru, lru)
+    assert (points.value, points.ours) == (pytest.approx(5.0), 0.0), "at 3/s LRU passes the latency limit"
+    assert fewer.value == pytest.approx(1 / 3), "at 1/s LRU finds 99 %, so half as many tokens say nothing"
+    assert [claim.value for claim in missed] == pytest.approx([2.5, 2 + 1 / 7])
+
+
+def test_a_policy_that_always_finds_more_has_no_rate_from_which_it_misses() -> None:
+    always = {1.0: at_rate(99.0, 1.0), 2.0: at_rate(90.0, 10.0)}
+    assert fig14.below(always, 0.8) is None
+    assert len(fig14.claims(always, always, always)) == 2
