@@ -32,7 +32,7 @@ class AnyMetric(dict[str, float]):
 
 class MadeUp(Runner):
     def __init__(self) -> None:
-        self.quick, self.seed = True, 0
+        self.quick, self.seed, self.files = True, 0, {}
 
     def metrics(self, specs: Mapping[Any, SimulationSpec]) -> dict[Any, Any]:
         return {key: AnyMetric(spec.workload.rate_per_s or 1.0) for key, spec in specs.items()}

@@ -146,7 +146,7 @@ def _parser() -> Parser:
         "--data",
         type=Path,
         metavar="DIR",
-        help="serve real lengths too, of files DIR/alpaca.*, sharegpt.*, arxiv.* in a public format",
+        help="serve real lengths too, of files DIR/alpaca.*, sharegpt.*, arxiv.*, burstgpt.*, mooncake.*",
     )
     parser.add_argument(
         "--stale",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_ext.envs import cache_dir
 from vllm_ext.experiments.experiment import Findings
+from vllm_ext.files import replaced
 from vllm_ext.report.claim import Claim
 from vllm_ext.simulation.spec import SimulationSpec
 
@@ -16,8 +19,12 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "sharegpt": {"sharegpt-vllm": {}, "sharegpt-like": {}, "openchat-sharegpt4": {},
                  "pensieve-sharegpt": {"conversations": True}},
     "arxiv": {"arxiv-summarization": {}},
+    "burstgpt": {"burstgpt-conversations": {"sample": "file-order", "where": {"Log Type": ("Conversation log",)}},
+                 "burstgpt-api": {"sample": "file-order", "where": {"Log Type": ("API log",)}}},
+    "mooncake": {"mooncake-conversations": {"sample": "file-order"}},
 }  # fmt: skip
-"""Beginning of a file's name -> presets that stand for that data set, with what its file needs besides."""
+"""Beginning of a file's name -> presets that stand for that data set, with what its file needs besides. The last three
+presets are traces, which are looked at in order; nothing is simulated with them."""
 _NAMED = ", real lengths"
 
 
@@ -48,6 +55,20 @@ def with_files(spec: SimulationSpec, files: Mapping[str, Mapping[str, Any]]) -> 
     if workload.mix:
         changes["mix"] = tuple(part.model_copy(update=files.get(part.source, {})) for part in workload.mix)
     return spec.model_copy(update={"workload": workload.model_copy(update=changes)})
+
+
+def lengths_file(name: str, pairs: Iterable[tuple[int, int]]) -> Path:
+    """Return a file of prompt and output lengths, in the folder for files that can be made again.
+
+    Args:
+        name: What its own begins with.
+        pairs: Tokens of each request, in order.
+    """
+    text = "".join(f"{prompt},{output}\n" for prompt, output in [("num_prefill_tokens", "num_decode_tokens"), *pairs])
+    file = cache_dir() / "repro" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.csv"
+    with replaced(file) as opened:
+        opened.write(text.encode())
+    return file
 
 
 def beside(drawn: Findings, real: Findings) -> Findings:

@@ -63,7 +63,7 @@ class Runner:
         self.pool = pool
         self.store = store
         self._on_point = on_point
-        self._files = files or {}
+        self.files = files or {}
 
     def metrics(self, specs: Mapping[K, SimulationSpec]) -> dict[K, Metrics]:
         """Simulate, and return the metrics under the same keys.
@@ -136,7 +136,7 @@ class Runner:
         return run
 
     def _served(self, spec: SimulationSpec) -> SimulationSpec:
-        return with_files(spec, self._files) if self._files else spec
+        return with_files(spec, self.files) if self.files else spec
 
     def _serving(self, make: Callable[[float], SimulationSpec]) -> Callable[[float], SimulationSpec]:
         return lambda rate: self._served(make(rate))
