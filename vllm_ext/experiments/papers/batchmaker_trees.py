@@ -106,7 +106,7 @@ def fig13(runner: Runner) -> Findings:
 
     requests, data = translations(runner)
     steps = (0.125, 0.25, 0.5, 2, 4, 6) if runner.quick else (0.125, 0.25, 0.5, 1, 2, 3, 4, 5)
-    more = {"seconds": 2 * base.seconds(runner), "seed": runner.seed, "limit_ms": LIMIT_MS}
+    more: dict[str, Any] = {"seconds": 2 * base.seconds(runner), "seed": runner.seed, "limit_ms": LIMIT_MS}
     curves: dict[str, list[Point]] = {}
     claims: list[PaperClaim] = []
     for workers in (2,) if runner.quick else (2, 4):
