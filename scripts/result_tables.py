@@ -79,7 +79,8 @@ def _figures(root: Path) -> Iterator[tuple[str, Result, list[PaperClaim], Verdic
 def papers_count(root: Path) -> str:
     """How many figures are matched, and what becomes of the others."""
     verdicts: list[str] = [verdict for *_, verdict in _figures(root)]
-    return Table(["figures", *_COUNTED.values()], [[len(verdicts), *map(verdicts.count, _COUNTED)]]).markdown()
+    counts = [[shown, verdicts.count(kind)] for kind, shown in _COUNTED.items()]
+    return Table(["verdict", "figures"], [*counts, ["all", len(verdicts)]]).markdown()
 
 
 def papers(root: Path) -> str:
@@ -160,6 +161,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "clock-agreement": partial(kept, name="clock_agreement.json"),
     "plan-held-out": partial(kept, name="plan_held_out.json"),
     "shadow": partial(kept, name="shadow.json"),
+    "compare-noise": partial(kept, name="compare_noise.json"),
     "layer-times": partial(kept, name="layer_times.json"),
     **{f"public-{name}": partial(public, name=name) for name in _PUBLIC},
 }  # fmt: skip
