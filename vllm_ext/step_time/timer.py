@@ -54,14 +54,16 @@ class StepTimer:
         self._others = others
         self._in_flight: dict[int, tuple[float, StepFeatures]] = {}
         self._last_end = float("-inf")
-        self._goes_on, self._counts_between = False, True
+        self._goes_on = False
+        self.counts_between = True
+        """Whether what lies between two steps counts; not where a caller of the engine has its turn there."""
         self._skipped = 0
         self._samples_at_full_rate = _SAMPLES_AT_FIRST
 
     def measure_every_step(self) -> None:
         """Leave no step out from now on, and count nothing between two: there the caller of an engine has its turn."""
         self._samples_at_full_rate = sys.maxsize
-        self._counts_between = False
+        self.counts_between = False
 
     def scheduled(self, output: Scheduled, running: Sequence[Running], now: float) -> None:
         """Note a step that was just scheduled, unless it is empty or not to be sampled."""
@@ -73,7 +75,7 @@ class StepTimer:
             return
         if len(self._in_flight) >= _MAX_IN_FLIGHT:  # outputs that never came: a failed step
             self._in_flight.clear()
-        follows = self._goes_on and self._counts_between
+        follows = self._goes_on and self.counts_between
         self._in_flight[id(output)] = (self._last_end if follows else now, self._features(output, running))
 
     def goes_on(self, running: bool) -> None:
