@@ -16,7 +16,9 @@ from vllm_ext.simulation.cost.roofline import Roofline
 from vllm_ext.simulation.cost.step_shape import StepShape
 
 LONGEST, P99 = "tbt_max_ms", "tbt_p99_ms"
-RATES, QUICK_RATES = (0.1, 0.2, 0.3, 0.4, 0.5), (0.4,)
+RATES, QUICK_RATES = (0.1, 0.2, 0.3, 0.4, 0.5), (0.2, 0.4)
+CALM = 0.2
+"""A rate that vLLM of 2023 sustains: what stalls a decode there is no queue."""
 
 
 @base.PAPER.figure(
@@ -28,7 +30,7 @@ RATES, QUICK_RATES = (0.1, 0.2, 0.3, 0.4, 0.5), (0.4,)
         "The text names no rates: here they are 0.1 to 0.5/s, the last beyond Sarathi-Serve's capacity. Token budgets "
         "are those of the strict objective.",
     ),
-    repeats=3,
+    repeats=5,
 )
 def fig1(runner: Runner) -> Findings:
     """For how long do prompts stall decodes, and what becomes of P99 TBT as the load grows?
@@ -46,22 +48,22 @@ def fig1(runner: Runner) -> Findings:
     found = {
         key: {metric: metrics[metric] for metric in (LONGEST, P99)} for key, metrics in runner.metrics(specs).items()
     }
-    last = rates[-1]
+    tuned = [name for name in shown if name.startswith(capacity.TUNED)]
 
-    def over(name: str, other: str, metric: str) -> float:
-        return found[last, name][metric] / found[last, other][metric]
+    def over(name: str, other: str, metric: str, rate: float) -> float:
+        return found[rate, name][metric] / found[rate, other][metric]
 
     claims = [
-        PaperClaim(name="longest stall of a decode in vLLM of 2023, s: several", kind="tendency", goal=2.0,
-                   value=max(found[rate, capacity.VLLM_2023][LONGEST] for rate in rates) / 1000, headline=True),
+        PaperClaim(name=f"longest stall of a decode in vLLM of 2023 at {CALM:g}/s, s: several", kind="tendency",
+                   goal=2.0, value=found[CALM, capacity.VLLM_2023][LONGEST] / 1000, headline=True),
         *(
             PaperClaim(
-                name=f"{what} at {last:g}/s, vLLM of 2023 / Sarathi-Serve", kind="tendency", goal=1.0, headline=True,
-                value=over(capacity.VLLM_2023, capacity.PAPERS, metric),
-                ours=over(capacity.VLLM_2023, capacity.SARATHI, metric),
-                tuned=min(over(name, capacity.SARATHI, metric) for name in shown if name.startswith(capacity.TUNED)),
+                name=f"{what} at {at:g}/s, vLLM of 2023 / Sarathi-Serve", kind="tendency", goal=1.0, headline=True,
+                value=over(capacity.VLLM_2023, capacity.PAPERS, metric, at),
+                ours=over(capacity.VLLM_2023, capacity.SARATHI, metric, at),
+                tuned=min(over(name, capacity.SARATHI, metric, at) for name in tuned),
             )
-            for what, metric in (("longest time between tokens", LONGEST), ("P99 TBT", P99))
+            for what, metric, at in (("longest time between tokens", LONGEST, CALM), ("P99 TBT", P99, rates[-1]))
         ),
     ]  # fmt: skip
     return Findings(
