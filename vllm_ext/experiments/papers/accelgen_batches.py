@@ -73,6 +73,9 @@ STEP_COLUMNS = {
 QUICKER: Mapping[Verdict, Reason] = {
     "above": Reason("simulated steps are shorter than the paper's", "column `median step ms`")
 }
+FULL: Mapping[Verdict, Reason] = {
+    "below": Reason("the KV is full long before a step is", "columns `tokens/step` and `KV allocated`")
+}
 
 
 @base.PAPER.figure(
@@ -127,7 +130,8 @@ def fig3(runner: Runner) -> Findings:
             ),
             *(
                 PaperClaim(name=f"{name}: {STEP_COLUMNS[metric]}, fraction", goal=goal, value=mean[name][metric],
-                           ours=ours[metric], headline=name == "Sarathi-Serve")
+                           ours=ours[metric], headline=name == "Sarathi-Serve",
+                           reasons=FULL if metric == COMPUTE else {})
                 for name, goals in USE.items()
                 for metric, goal in zip((COMPUTE, KV), goals, strict=True)
             ),
