@@ -51,3 +51,14 @@ def test_shortest_run_is_kept_with_what_it_takes_to_repeat_it() -> None:
     kept = noted.config(experiments()["alise-fig9"])[SAMPLE]
     assert SimulationSpec.model_validate(kept["spec"]).workload.seed == 2
     assert kept["metrics"] == {"steps": 3.0}
+
+
+def test_a_run_that_reads_a_file_is_not_kept_to_be_repeated() -> None:
+    """Its path would be one of this machine, which no result may hold."""
+    noted, plain = Evidence(), SimulationSpec()
+    noted.add(with_values(plain, {"workload.source": "/data/x.csv"}), Outcome(metrics={"steps": 1.0}, modules=("a",)))
+    mix = [{"source": "alpaca-vllm"}, {"source": "/data/x.csv", "sample": "with-replacement"}]
+    noted.add(with_values(plain, {"workload.mix": mix}), Outcome(metrics={"steps": 2.0}))
+    assert SAMPLE not in noted.config(experiments()["alise-fig9"])
+    noted.add(plain, Outcome(metrics={"steps": 3.0}))
+    assert noted.config(experiments()["alise-fig9"])[SAMPLE]["metrics"] == {"steps": 3.0}

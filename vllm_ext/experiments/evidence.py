@@ -12,6 +12,7 @@ from vllm_ext.report.provenance import RESULTS
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.sources import all_files, checksums, digest_of, loaded_modules
 from vllm_ext.simulation.sweep.store import Outcome
+from vllm_ext.simulation.workloads.synthetic import preset
 
 DECIDED_BY, SAMPLE = "decided_by", "sample"
 _OWN = ("vllm_ext.experiments.", "vllm_ext.cellular.")
@@ -26,9 +27,11 @@ class Evidence:
         self._sample: tuple[SimulationSpec, Mapping[str, float]] | None = None
 
     def add(self, spec: SimulationSpec, outcome: Outcome) -> None:
-        """Note what a run depended on; the one of the fewest steps is kept, to be repeated."""
+        """Note what a run depended on; of those without files that of the fewest steps is kept, to be repeated."""
         self._modules.update(outcome.modules)
-        found = outcome.metrics
+        found, parts = outcome.metrics, spec.workload.mix or (spec.workload,)
+        if not all(preset(part.source) for part in parts):
+            return
         if found and "steps" in found and (self._sample is None or found["steps"] < self._sample[1]["steps"]):
             self._sample = spec, found
 
