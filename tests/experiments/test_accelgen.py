@@ -99,7 +99,7 @@ def test_shortest_prompts_go_first_and_are_not_preempted_for() -> None:
 def windows(**goodput: float) -> dict[tuple[str, float, str], dict[str, float]]:
     names = [c.name for c in base.baselines(base.OPT_13B)]
     found = {**dict.fromkeys(names, 100.0), base.tuned(base.OPT_13B).name: 200.0}
-    found |= {base.ACCELGEN.name: 150.0, base.OURS.name: 300.0} | goodput
+    found |= {base.ACCELGEN.name: 150.0, base.OURS.name: 300.0, base.RELEGATED.name: 145.0} | goodput
     return {("OPT-13B", 8.0, name): {figures.GOODPUT: value, "requests": 1.0} for name, value in found.items()}
 
 
@@ -109,8 +109,12 @@ def test_a_range_of_the_paper_is_its_least_and_its_largest_figure_beside_ours_an
     assert (least.value, least.ours, least.tuned, least.verdict) == (1.5, 3.0, 1.5, "matched")
     assert (largest.value, largest.ours, largest.tuned, largest.verdict) == (15.0, 30.0, 1.5, "matched")
     assert "Orca" in largest.facts
-    (least, _) = figures._ranged(figures.RANGES[0], windows(AccelGen=50.0), {})
+
+
+def test_one_switch_is_the_reason_only_where_it_has_the_papers_factor() -> None:
+    least, largest = figures._ranged(figures.RANGES[0], windows(AccelGen=50.0), {})
     assert (least.verdict, least.reason) == ("below", figures.ONE_SWITCH["below"])
+    assert (largest.verdict, largest.reason) == ("below", None)
 
 
 def test_a_baseline_that_finished_nothing_is_not_compared() -> None:

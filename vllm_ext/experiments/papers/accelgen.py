@@ -46,9 +46,9 @@ DIFFERENCES = (
     "AccelGen is the row accelgen-published: no aging, nobody relegated, equation 6 alone; `accelgen, ours` is beside "
     "it. A request is urgent while it can still meet its objective, since urgent ones must run *to satisfy their SLOs* "
     "(4.3), and a prompt starts when there is KV for all of it; the rows `who has lost stays urgent` and `prompts "
-    "start in what KV is left` read the paper otherwise. `who has lost goes last` is not in the paper: that one switch "
-    "(`ordering.relegate`) makes its factor. FastServe runs without its starvation limit of 30 s, with which it is "
-    "slower here.",
+    "start in what KV is left` read the paper otherwise. `who has lost goes last` is not in the paper: one switch, "
+    "`ordering.relegate`, whose figure stands beside each of AccelGen's. FastServe runs without its starvation limit "
+    "of 30 s, with which it is slower here.",
     "`shortest prompt first` is not among the paper's baselines: vLLM 0.32, tuned, with its queue by prompt length "
     "(`alise` without predictions, without waiting that counts).",
     "The Oracle is AccelGen with true output lengths, which matter to JCT objectives only, and nobody has one: it "
