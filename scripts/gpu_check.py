@@ -6,7 +6,7 @@
     python3 scripts/gpu_check.py --dry-run                            # without a GPU: imports, arguments, report
 
 `gpu_parts` says what is run, in order of value, and how the time is divided. The folder gets a JSON file for each part,
-the runtime profile and a summary, eight files, brought up to date after every command. SIGINT and SIGTERM end all that
+the runtime profile and a summary, seven files, brought up to date after every command. SIGINT and SIGTERM end all that
 runs, and what it had written is kept. ``VLLM_EXT_COMMIT`` names the commit where there is no git repository. Needs the
 standard library, PyTorch and Triton.
 

@@ -1,6 +1,7 @@
 """Which token budget serves chats best on this GPU, and does the simulator say the same?
 
-One engine of Llama-3.1-8B's shape with random weights, vLLM's own scheduler, and room for 8,192 tokens a step. First
+One engine of Llama-3.1-8B's shape with random weights, vLLM's own scheduler, and room for 8,192 tokens a step,
+compiled and with CUDA graphs as vLLM does unless told otherwise; where that fails, with graphs of decode alone. First
 its steps are timed over a grid (`gpu_grid.py`), which also says at what rate it saturates. Then the same Poisson
 arrivals, with lengths like ShareGPT's, are served with `max_num_scheduled_tokens` at 8,192, 512 and 1,024, one window
 after the other, each drained before the next; requests that do not end in time are counted. The middle one comes last:
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -120,7 +122,9 @@ class Run:
         self._budgets = _DRY_BUDGETS if dry else BUDGETS
         self._spec = _DRY_GRID if dry else gpu_grid.GridSpec()
         self.report = on_gpu.Report(args.out, name="token_budget", dry=dry)
-        sizes = {} if dry else {"max_model_len": _MAX_MODEL_LEN}
+        sizes: dict[str, Any] = {} if dry else {"max_model_len": _MAX_MODEL_LEN}
+        if not (dry or args.eager):
+            sizes["compilation_config"] = None  # vLLM's own
         self._engine = gpu_engine.Engine(
             "stock", _SHAPE, dry=dry, max_num_batched_tokens=max(self._budgets), max_num_seqs=self._spec.seats,
             **sizes, **gpu_grid.FILL,
@@ -131,6 +135,7 @@ class Run:
         self.found = self.report.found
         self.found |= {
             "device": device, "start_s": self._engine.start_s, "cudagraph_mode": self._engine.cudagraph_mode,
+            "compilation_mode": self._engine.compilation_mode,
             "kv_tokens": kv_tokens, "block_size": scheduler.block_size, "max_num_seqs": _DRY_SEATS if dry else _SEATS,
             "max_model_len": scheduler.max_model_len, "async_scheduling": bool(self._engine.in_flight),
             "seed": args.seed, "load": LOAD, "window_s": args.window_s, "grid": [], "windows": {},
@@ -267,9 +272,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--grid-s", type=float, default=45.0, help="for the grid, at most (default: %(default)s)")
     parser.add_argument("--total-s", type=float, default=190.0, help="for all: the grid is cut short, and then windows "
                         "are left out, so that it lasts (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--eager", action="store_true", help="not compiled, and graphs of decode alone")
     if "--simulate" in argv:
         return simulate(parser.parse_args(argv))
-    run = Run(on_gpu.parsed(parser, argv))
+    args, began = on_gpu.parsed(parser, argv), time.perf_counter()
+    try:
+        run = Run(args)
+    except Exception as error:
+        if args.dry or args.eager:
+            raise
+        print(f"gpu_budget: not compiled: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # Anew, since this process may hold a part of the device's memory.
+        left = ["--eager", "--total-s", f"{args.total_s - (time.perf_counter() - began):.0f}"]
+        os.execv(sys.executable, [sys.executable, __file__, *argv, *left])
     status = run.measure()
     print(json.dumps({name: value for name, value in run.found.items() if name != "grid"}))
     return status

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -81,6 +82,15 @@ class Seen:
     def e2e_s(self) -> float:
         """From its arrival to its last token."""
         return self.token_times_s[-1] - self.arrival_s
+
+
+def beside_others(gib: float) -> dict[str, Any]:
+    """Return arguments of an engine that takes no more than it needs of its device, where others run at once.
+
+    Args:
+        gib: For KV. vLLM then does not look for what is free, which others take and give back meanwhile.
+    """
+    return {"kv_cache_memory_bytes": int(gib * 2**30), "gpu_memory_utilization": 0.02}
 
 
 class Engine:
@@ -169,6 +179,11 @@ class Engine:
         return str(self.core.vllm_config.compilation_config.cudagraph_mode.name)
 
     @property
+    def compilation_mode(self) -> str:
+        """Return how steps are compiled, in vLLM's words."""
+        return str(self.core.vllm_config.compilation_config.mode.name)
+
+    @property
     def is_busy(self) -> bool:
         """Whether requests are left."""
         return bool(self._engine.has_unfinished_requests())
@@ -197,6 +212,8 @@ def parse(description: str | None, argv: Sequence[str], settings: Sequence[str])
                         help="of them, in this order (default: %(default)s)")  # fmt: skip
     parser.add_argument("--one", choices=settings, help=argparse.SUPPRESS)
     parser.add_argument("--limit-s", type=float, default=60.0, help="for one engine (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="engines beside each other, which share "
+                        "the device: of what they answer, not how fast (default: %(default)s)")  # fmt: skip
     return on_gpu.parsed(parser, argv)
 
 
@@ -205,22 +222,33 @@ def in_processes(script: str, args: argparse.Namespace, report: on_gpu.Report) -
 
     The report has it under ``settings``, while a process runs as well, and is written whenever something was added.
     Every result has ``seconds``, ``problems`` and ``complete``, and the end of what was printed where the process
-    failed. A setting that is named twice is another engine: "stock, again".
+    failed. A setting that is named twice is another engine: "stock, again". They come in the order of the settings,
+    also where several run at once.
     """
     settings: dict[str, dict[str, Any]] = report.found.setdefault("settings", {})
-    with TemporaryDirectory() as folder:
-        for number, setting in enumerate(args.settings):
-            name = f"{setting}, again" if setting in settings else setting
-            out = Path(folder, f"{number}.json")
-
-            def keep(found: dict[str, Any], name: str = name) -> None:
-                settings[name] = found
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        waiting = [*enumerate(args.settings)]
+        running: list[_Process] = []
+        while waiting or running:
+            while waiting and sum(not one.ended for one in running) < args.at_once:
+                number, setting = waiting.pop(0)
+                name = f"{setting}, again" if setting in settings else setting
+                out = Path(folder, f"{number}.json")
+                options = ["--one", setting, "--out", str(out), "--seed", str(args.seed)]
+                options += ["--at-once", str(args.at_once), *(["--dry"] if args.dry else [])]
+                running.append(_Process(name, [sys.executable, script, *options], out, args.limit_s))
+                stack.callback(running[-1].kill)
+                settings[name] = running[-1].found()
+            for one in running:
+                if not one.ended and one.has_news():
+                    settings[one.name] = one.found()
+                    report.write()
+            while running and running[0].ended:
+                name = running.pop(0).name
+                yield name, settings[name]
                 report.write()
-
-            options = ["--one", setting, "--out", str(out), "--seed", str(args.seed), *(["--dry"] if args.dry else [])]
-            settings[name] = _run([sys.executable, script, *options], out, args.limit_s, keep)
-            yield name, settings[name]
-            report.write()
+            if running:
+                time.sleep(_POLL_S)
 
 
 def all_complete(report: on_gpu.Report) -> bool:
@@ -228,29 +256,51 @@ def all_complete(report: on_gpu.Report) -> bool:
     return all(one["complete"] and not one["problems"] for one in report.found["settings"].values())
 
 
-def _run(command: Sequence[str], out: Path, limit_s: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Run a process to its end or its limit, hand on what it writes meanwhile, and return what is there in the end."""
-    began, log = time.perf_counter(), out.with_suffix(".log")
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        before = b""
-        while process.poll() is None and time.perf_counter() - began < limit_s:
-            if out.exists() and (text := out.read_bytes()) != before:
-                before = text
-                keep(_read(out))
-            time.sleep(_POLL_S)
-        failure = "" if process.poll() == 0 else f"status {process.poll()}; "
-        if process.poll() is None:
-            failure = f"not done in {limit_s:g} s; "
-    finally:
-        process.kill()
-        process.wait()
-    found = _read(out) | {"seconds": round(time.perf_counter() - began, 1)}
-    if failure:
-        found["problems"] = ["the engine failed", *found["problems"]]
-        found |= {"complete": False, "tail": failure + log.read_text(errors="replace")[-_TAIL_CHARS:]}
-    return found
+class _Process:
+    """A process of one engine, until its end or its limit.
+
+    Args:
+        name: Of the engine.
+        command: Starts it.
+        out: The file that it writes.
+        limit_s: After which it is killed.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], out: Path, limit_s: float) -> None:
+        self.name, self.ended = name, False
+        self._out, self._limit_s, self._began = out, limit_s, time.perf_counter()
+        self._log, self._before, self._failure = out.with_suffix(".log"), b"", ""
+        with self._log.open("wb") as file:
+            self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+    def has_news(self) -> bool:
+        """Whether it wrote something, or has `ended`; at its limit it is killed."""
+        self.seconds = time.perf_counter() - self._began
+        status = self._process.poll()
+        if status is None and self.seconds >= self._limit_s:
+            self.kill()
+            self._failure = f"not done in {self._limit_s:g} s; "
+        elif status:
+            self._failure = f"status {status}; "
+        self.ended = status is not None or bool(self._failure)
+        before, self._before = self._before, self._out.read_bytes() if self._out.exists() else b""
+        return self.ended or self._before != before
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        self._process.kill()
+        self._process.wait()
+
+    def found(self) -> dict[str, Any]:
+        """Return what it wrote so far; of one that ended, seconds and what was printed before a failure as well."""
+        found = _read(self._out)
+        if self.ended:
+            found["seconds"] = round(self.seconds, 1)
+        if self._failure:
+            found["problems"] = ["the engine failed", *found["problems"]]
+            text = self._failure + self._log.read_text(errors="replace")[-_TAIL_CHARS:]
+            found |= {"complete": False, "tail": text}
+        return found
 
 
 def _read(out: Path) -> dict[str, Any]:

@@ -36,6 +36,8 @@ bits is allowed twice as much; engines that compute alike, on one machine, diffe
 def answered(setting: str, *, dry: bool) -> dict[str, Any]:
     """Start an engine, let it answer, and return what it said and did; None stands for a logprob that is no number."""
     arguments: dict[str, Any] = {"disable_log_stats": False, "max_model_len": 512}
+    if not dry:
+        arguments |= gpu_engine.beside_others(gib=1.0)
     if setting in _SHORT_OF_BLOCKS:
         arguments |= {"num_gpu_blocks_override": _FEW_BLOCKS, "enable_prefix_caching": True}
     engine = gpu_engine.Engine(setting, "tiny", dry=dry, drawn=True, **arguments)

@@ -2,7 +2,7 @@
 
 Llama-3.1-8B's shape with random weights; conversations take turns, and together have more KV than the device holds.
 vLLM with prefix caching, the same with our kernel, and with 30 % of the blocks' memory for KV in 8 bits: how much of
-the prompts was found, and how long first tokens took.
+the prompts was found, and, of engines that run one after the other, how long first tokens took.
 
 Steps with KV in 8 bits run eagerly: our backend lets no CUDA graph be captured with it, while `stock` and `own` replay
 their decode steps as graphs. So first-token and serving times of `int8` hold that difference as well; what was found of
@@ -53,18 +53,20 @@ class Talks:
                 self._history[talk] += engine.seen[req_id].token_ids
                 self._ttft += [engine.seen[req_id].ttft_s] if turn else []
 
-    def summary(self) -> dict[str, Any]:
-        """Return what was found of their history so far, from the second turn on."""
+    def summary(self, *, timed: bool) -> dict[str, Any]:
+        """Return what was found of their history so far, from the second turn on; and how long it took, if asked."""
         hits = self._engine.counter("vllm:prefix_cache_hits")
-        return {
-            "served_s": self._engine.now() - self._began, "prompt_tokens": self._prompts, "found_tokens": hits,
-            "found_share_of_later_turns": hits / self._later, "mean_ttft_s": statistics.fmean(self._ttft),
+        times = {
+            "served_s": self._engine.now() - self._began, "mean_ttft_s": statistics.fmean(self._ttft),
             "p90_ttft_s": statistics.quantiles(self._ttft, n=10)[-1],
-            "kv_device": self._engine.state().get("kv_device"),
+        }  # fmt: skip
+        return {
+            "prompt_tokens": self._prompts, "found_tokens": hits, "found_share_of_later_turns": hits / self._later,
+            "kv_device": self._engine.state().get("kv_device"), **(times if timed else {}),
         }  # fmt: skip
 
 
-def talked(setting: str, report: on_gpu.Report, *, dry: bool) -> None:
+def talked(setting: str, report: on_gpu.Report, *, dry: bool, alone: bool) -> None:
     """Let conversations take turns, and report after each what was found of their history."""
     talks, turns, question, answer, at_once, blocks = (
         (6, 3, 40, 8, 2, 22) if dry else (_TALKS, _TURNS, _QUESTION, _ANSWER, _AT_ONCE, _BLOCKS)
@@ -72,13 +74,13 @@ def talked(setting: str, report: on_gpu.Report, *, dry: bool) -> None:
     engine = gpu_engine.Engine(
         setting, "llama-8b", dry=dry, enable_prefix_caching=True, num_gpu_blocks_override=blocks,
         max_num_batched_tokens=128 if dry else 8192, max_model_len=256 if dry else 8192,
-        disable_log_stats=False,
+        disable_log_stats=False, **({} if dry else gpu_engine.beside_others(gib=8.0)),
     )  # fmt: skip
     report.found |= {"start_s": engine.start_s, "cudagraph_mode": engine.cudagraph_mode}
     held = Talks(engine, talks, question, answer, at_once)
     for turn in range(turns):
         held.take(turn)
-        report.found |= {"turns": turn + 1, **(held.summary() if turn else {})}
+        report.found |= {"turns": turn + 1, **(held.summary(timed=alone) if turn else {})}
         report.write()
     engine.close()
 
@@ -88,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     args = gpu_engine.parse(__doc__, argv, SETTINGS)
     if args.one:
         report = on_gpu.Report(args.out)
-        talked(args.one, report, dry=args.dry)
+        talked(args.one, report, dry=args.dry, alone=args.at_once == 1)
         return report.end()
     report = on_gpu.Report(args.out, dry=args.dry, details=DETAILS)
     for name, one in gpu_engine.in_processes(__file__, args, report):

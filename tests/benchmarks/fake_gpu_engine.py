@@ -59,6 +59,7 @@ class FakeEngine:
     """What the benchmarks use of `gpu_engine.Engine`; it plans a step before the one under way ends, or not."""
 
     cudagraph_mode = "FULL_DECODE_ONLY"
+    compilation_mode = "NONE"
     start_s = 30.0
 
     def __init__(

@@ -71,6 +71,7 @@ def errors(layout: PageLayout, bits: int, device: str, *, together: bool) -> Fac
         wanted = wanted - 6
     transfers.drain()
     off = torch.cat([relative_differences(mine, theirs, layout) for mine, theirs in zip(there, kv, strict=True)])
+    not_pinned = pinned is not None and not pinned.pinned
     if pinned is not None:
         pinned.close()
     good = chunks[holds]
@@ -80,7 +81,7 @@ def errors(layout: PageLayout, bits: int, device: str, *, together: bool) -> Fac
         "bytes_written_besides": float(pool[:, geometry.chunk_bytes :].any()) + float(rows[[3, 4, 8, 10, 11]].any()),
         "values_that_differ": float(off.gt(0).sum()),
         "largest_relative_difference": float(off.max()),
-        "not_pinned": float(pinned is not None and not pinned.pinned),
+        "not_pinned": float(not_pinned),
     }
 
 
