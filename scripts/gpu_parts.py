@@ -144,10 +144,10 @@ PARTS = (
             # Some 75 s, of which an engine's start takes most.
             at_once(
                 "engines", "gpu_right.py", "--settings", "stock,own,tier-8,int8,triton,tier-16", "--at-once", "6",
-                "--limit-s", "120", share=_KERNELS,
+                "--limit-s", "{seconds}", share=_KERNELS,
             ),
             at_once(
-                "conversations", "gpu_talks.py", "--settings", "stock,int8,own", "--at-once", "3", "--limit-s", "120",
+                "conversations", "gpu_talks.py", "--settings", "stock,int8,own", "--at-once", "3", "--limit-s", "{seconds}",
                 share=_KERNELS,
             ),
         ),
