@@ -124,7 +124,7 @@ def measure(runner: Runner, setting: base.Setting, variants: Sequence[Variant]) 
     model, start = base.MODELS[setting.model], {c.name: c.start for c in variants}
 
     def make(variant: Variant, rate_per_s: float) -> SimulationSpec:
-        duration_s = base.QUICK_S if runner.quick else base.SEARCH_S
+        duration_s = base.QUICK_S if runner.quick else base.DURATION_S
         return base.spec(variant, setting, rate_per_s, duration_s=duration_s, seed=runner.seed)
 
     found = runner.sustained(
@@ -186,7 +186,7 @@ def throughput(
         ],
         claims=[*claims, *(claim for m in settings for claim in also(m))],
         **kept,
-        config=base.config(variants, base.QUICK_S if runner.quick else base.SEARCH_S),
+        config=base.config(variants, base.QUICK_S if runner.quick else base.DURATION_S),
         details={"curves": {f"{m.setting.name}, {c.name}": m.curve(c) for m in settings for c in variants}},
         plots=[m.plot(variants) for m in settings],
         workload=[base.spec(base.VLLM_2023, base.OPT_13B, 1.0, duration_s=1.0, seed=0).workload],
