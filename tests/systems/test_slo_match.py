@@ -110,6 +110,15 @@ def test_a_long_prompt_is_cut_to_what_is_left_unless_a_gate_wants_it_whole() -> 
     assert joins(SloMatch(), step, WholePrompts()) == {"long"}, "alone it is admitted whatever it needs"
 
 
+def test_a_long_prompt_may_wait_until_the_request_before_is_completed() -> None:
+    answers = RequestView("answers", 0.0, 600, 50, 601, max_tokens=100, step_stats=STEP_STATS)
+    queue = waiting("long", 600), waiting("short", 90)
+    step = step_of(*queue, running=(answers,), compute=3000)
+    assert joins(SloMatch(long_prompt_tokens=500), step) == {"long", "short"}
+    assert joins(SloMatch(long_prompt_tokens=500, exclusive_to_end=True), step) == {"short"}
+    assert joins(SloMatch(long_prompt_tokens=600, exclusive_to_end=True), step) == {"long", "short"}
+
+
 def test_one_long_prompt_at_a_time() -> None:
     prefills = half_done(600, 200, step_stats=STEP_STATS)
     queue = waiting("long", 600), waiting("short", 90)

@@ -108,7 +108,8 @@ class SloMatch(Admission):
     ``gamma_s`` of the first one's, the one is taken whose demand (tokens to compute, tokens of KV) is nearest, by
     Euclid, to what the step has left; this is repeated until none fits. A prompt longer than what is left is cut to it.
 
-    A long prompt does not start while another one is unfinished, unless it is urgent (exclusive request allocation).
+    A long prompt does not start while another one is computed, with ``exclusive_to_end`` while another one's request is
+    unfinished, unless it is urgent (exclusive request allocation).
     At most the first 32 waiting requests are looked at, and only the urgent ones where there is no room.
 
     Source: AccelGen, section 4.2 (ERA) and 4.4, Algorithms 1 and 2. Ours: the guard against preempting a request again
@@ -134,6 +135,8 @@ class SloMatch(Admission):
     """Whether the queue is in the order of slack, so that the first ones tell of those after them."""
     exclusive: bool = True
     """Whether one long prompt at a time is computed."""
+    exclusive_to_end: bool = False
+    """Whether its request then keeps other long ones out until it is completed."""
     long_prompt_tokens: int = 0
     """Prompts with more to compute than this are long; 0: more than the step at which throughput saturates."""
     preempt: bool = True
@@ -149,14 +152,9 @@ class SloMatch(Admission):
         require(self.gamma_s >= 0, "admission.gamma_s", self.gamma_s, "seconds, at least 0")
         for name in ("gamma_steps", "lost_steps"):
             require(getattr(self, name) >= 0, f"admission.{name}", getattr(self, name), "a number of at least 0")
-        require(
-            self.long_prompt_tokens >= 0,
-            "admission.long_prompt_tokens",
-            self.long_prompt_tokens,
-            "an integer of at least 0",
-        )
-        for name in ("min_progress_tokens", "max_victims"):
-            require(getattr(self, name) >= 1, f"admission.{name}", getattr(self, name), "an integer of at least 1")
+        for name, least in (("long_prompt_tokens", 0), ("min_progress_tokens", 1), ("max_victims", 1)):
+            value = getattr(self, name)
+            require(value >= least, f"admission.{name}", value, f"an integer of at least {least}")
 
     @property
     def preempts(self) -> bool:
@@ -253,9 +251,8 @@ class SloMatch(Admission):
             return self.exclusive and request.missing_tokens > long_above
 
         joined = [h.candidate.request for h in urgent if h.candidate.req_id in room.admit]
-        computing_long = any(map(is_long, joined)) or any(
-            request.num_prompt_tokens > long_above for request in step.prefilling()
-        )
+        begun = itertools.chain(step.prefilling(), step.decoding() if self.exclusive_to_end else ())
+        computing_long = any(map(is_long, joined)) or any(request.num_prompt_tokens > long_above for request in begun)
         while group:
             # What does not fit now may do so once somebody is taken whose prefix it shares.
             fitting = [c for c in group if not (computing_long and is_long(c.request)) and room.fits(c)]
@@ -396,6 +393,7 @@ ROWS = (
                 "match": True,
                 "ordered": True,
                 "exclusive": True,
+                "exclusive_to_end": True,  # section 4.2: "until the request is completed"
                 "long_prompt_tokens": 4095,  # "long" is 4K tokens and more
                 "preempt": True,
                 "min_progress_tokens": 1,

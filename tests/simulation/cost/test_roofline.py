@@ -34,19 +34,18 @@ def test_decode_of_an_8b_model_on_an_h200_lies_above_the_floor_of_its_memory(
     assert 1.15 < roofline("llama-3.1-8b", "h200").device_s(decode(batch, context)) / floor < 1.6
 
 
-@pytest.mark.parametrize(("tokens", "at_60_percent_ms"), [(2048, 50), (8192, 222), (32_768, 1245)])
-def test_prefill_of_an_8b_model_on_an_h200_takes_about_its_flops_at_60_percent_of_the_peak(
-    tokens: int, at_60_percent_ms: float
-) -> None:
+@pytest.mark.parametrize(("tokens", "measured_ms"), [(256, 7.2), (2048, 40.0), (8192, 192.6)])
+def test_prefill_of_an_8b_model_on_an_h200_takes_about_what_was_measured(tokens: int, measured_ms: float) -> None:
+    """By `benchmarks/results/device/token_budget.json`."""
     time_ms = roofline("llama-3.1-8b", "h200").device_s(prefill(tokens)) * 1e3
-    assert time_ms == pytest.approx(at_60_percent_ms, rel=0.1)
+    assert time_ms == pytest.approx(measured_ms, rel=0.12)
 
 
 def test_a_decode_step_by_hand() -> None:
     """OPT-13B, one request with 1000 tokens of context, on a device whose peaks are all reached."""
     device = replace(
-        DEVICES["a100-40"], memory_efficiency=1.0, unhidden=0.0, layer_gap_s=0.0, step_launch_s=0.0,
-        memory_bytes_per_s=1e12,
+        DEVICES["a100-40"], memory_efficiency=1.0, weight_efficiency=1.0, unhidden=0.0, layer_gap_s=0.0,
+        step_launch_s=0.0, memory_bytes_per_s=1e12,
     )  # fmt: skip
     weights = 2 * (40 * 12 * 5120**2 + 50_272 * 5120)
     elements = 40 * (8 * 5120 + 2 * 2 * 5120 + 2 * 20_480)
@@ -137,8 +136,8 @@ def test_a_short_chunk_after_a_long_context_pays_for_reading_it() -> None:
 
 
 IDEAL = replace(
-    DEVICES["a100-80"], memory_efficiency=1.0, gemm_efficiency=1.0, attention_efficiency=1.0, unhidden=0.0,
-    layer_gap_s=0.0, layer_launch_s=0.0, step_launch_s=0.0, peak_flops=1e14, memory_bytes_per_s=1e12,
+    DEVICES["a100-80"], memory_efficiency=1.0, weight_efficiency=1.0, gemm_efficiency=1.0, attention_efficiency=1.0,
+    unhidden=0.0, layer_gap_s=0.0, layer_launch_s=0.0, step_launch_s=0.0, peak_flops=1e14, memory_bytes_per_s=1e12,
 )  # fmt: skip
 """All peaks are reached, and nothing is launched."""
 FAST_MEMORY, FAST_COMPUTE = replace(IDEAL, memory_bytes_per_s=1e30), replace(IDEAL, peak_flops=1e30)
@@ -215,8 +214,8 @@ def test_operators_are_told_as_a_step_counts_them(shape: StepShape) -> None:
     assert cost.all_reduce_s(shape.num_tokens) == pytest.approx(cost.device_s(shape) - free.device_s(shape))
     twice = Roofline(replace(model, weight_bytes_per_parameter=4.0), device, 2)
     reads = twice.linear_s(1) - cost.linear_s(1)
-    assert reads == pytest.approx(2 * model.linear_parameters / 2 / (2039e9 * 0.85))
-    assert cost.linear_s(4096) == pytest.approx(2 * model.linear_parameters * 4096 / (2 * 312e12 * 0.75))
+    assert reads == pytest.approx(2 * model.linear_parameters / 2 / (2039e9 * 0.75))
+    assert cost.linear_s(4096) == pytest.approx(2 * model.linear_parameters * 4096 / (2 * 312e12 * 0.73))
 
 
 def test_host_time_grows_with_the_requests() -> None:
@@ -295,7 +294,16 @@ def test_a_bigger_device_is_never_slower(shape: StepShape, pair: tuple[str, str]
 
 @given(
     shapes(),
-    st.sampled_from(["peak_flops", "memory_bytes_per_s", "link_bytes_per_s", "gemm_efficiency", "memory_efficiency"]),
+    st.sampled_from(
+        [
+            "peak_flops",
+            "memory_bytes_per_s",
+            "link_bytes_per_s",
+            "gemm_efficiency",
+            "memory_efficiency",
+            "weight_efficiency",
+        ]
+    ),
     st.floats(1.0, 1.15),
 )
 def test_a_better_peak_or_efficiency_never_slows_down(shape: StepShape, field: str, factor: float) -> None:

@@ -20,8 +20,9 @@ DEVICE_COLUMNS: Mapping[str, Callable[[Any], str]] = {
     "memory GB/s": lambda d: f"{d.memory_bytes_per_s / 1e9:.0f}",
     "host link GB/s": lambda d: f"{d.pcie_bytes_per_s / 1e9:.0f}",
     "device link GB/s": lambda d: f"{d.link_bytes_per_s / 1e9:.4g}",
-    "reached: GEMM / attention / memory / link": lambda d: (
-        f"{d.gemm_efficiency} / {d.attention_efficiency} / {d.memory_efficiency} / {d.link_efficiency}"
+    "reached: GEMM / attention / memory / weights / link": lambda d: (
+        f"{d.gemm_efficiency} / {d.attention_efficiency} / {d.memory_efficiency} / {d.weight_efficiency} / "
+        f"{d.link_efficiency}"
     ),
     "source": lambda d: d.source,
 }
@@ -55,7 +56,15 @@ def test_the_documentation_holds_the_table_as_it_is(
 
 @pytest.mark.parametrize(
     "field",
-    ["gemm_efficiency", "memory_efficiency", "attention_efficiency", "link_efficiency", "peak_flops", "tile_tokens"],
+    [
+        "gemm_efficiency",
+        "memory_efficiency",
+        "weight_efficiency",
+        "attention_efficiency",
+        "link_efficiency",
+        "peak_flops",
+        "tile_tokens",
+    ],
 )
 def test_a_device_out_of_range_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match=rf"{field}\n.*should be greater than .*input_value=0"):

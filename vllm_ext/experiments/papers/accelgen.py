@@ -174,6 +174,7 @@ READINGS = (
     _published("who has lost stays urgent", PAPER.row, admission={"lost_urgent": True}),
     _published("prompts start in what KV is left", PAPER.row, budget={"within_kv": True}),
     _published("both", PAPER.row, admission={"lost_urgent": True}, budget={"within_kv": True}),
+    _published("ERA ends when the prompt is computed", PAPER.row, admission={"exclusive_to_end": False}),
 )
 """Other readings of sections 4.2 to 4.4."""
 RELEGATED = _published("who has lost goes last", PAPER.row, ordering={"relegate": True})

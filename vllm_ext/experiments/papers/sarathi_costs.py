@@ -117,7 +117,7 @@ def fig7(_: Runner) -> Findings:
     rows = {at: {name: 1000 * cost.linear_s(at) for name, cost in costs.items()} for at in tokens}
     balance = {
         name: (device.peak_flops / device.memory_bytes_per_s,
-               device.peak_flops * device.gemm_efficiency / (device.memory_bytes_per_s * device.memory_efficiency))
+               device.peak_flops * device.gemm_efficiency / (device.memory_bytes_per_s * device.weight_efficiency))
         for name in ("a100-40", A100) for device in (find_device(name),)
     }  # fmt: skip
     longer = {}

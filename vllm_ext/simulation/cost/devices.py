@@ -43,7 +43,9 @@ class Device:
     attention_efficiency: _Share = 0.5
     """Share of ``peak_flops`` that prefill attention reaches."""
     memory_efficiency: _Share = 0.85
-    """Share of ``memory_bytes_per_s`` that streaming kernels reach."""
+    """Share of ``memory_bytes_per_s`` that streaming kernels reach, attention's reads of KV among them."""
+    weight_efficiency: _Share = 0.75
+    """Share of ``memory_bytes_per_s`` at which matrix products read their weights."""
     unhidden: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of the shorter of compute and weight traffic that the longer one does not hide: the efficiency ramp."""
     tile_tokens: Annotated[int, Field(ge=1)] = 128
@@ -85,12 +87,15 @@ def _a100(name: str, memory_mib: int, memory_bytes_per_s: float) -> Device:
         memory_bytes_per_s=memory_bytes_per_s,
         pcie_bytes_per_s=25e9,  # PCIe 4.0 x16, 31.5 GB/s raw; about 25 in NVIDIA's bandwidthTest
         link_bytes_per_s=300e9,  # datasheet: NVLink 600 GB/s, both directions together
-        gemm_efficiency=0.75,  # between models' 0.5-0.6 end to end and cuBLAS's 0.86 (ml-engineering's MAMF table)
+        gemm_efficiency=0.73,  # Vidur's layers, as 0.75 and 0.25 of weight_efficiency and unhidden: layer_times.py
         attention_efficiency=0.55,  # FlashAttention-2 paper: 0.5-0.73 forward
     )
 
 
-def _hopper(name: str, source: str, memory_mib: int, memory_bytes_per_s: float) -> Device:
+def _hopper(
+    name: str, source: str, memory_mib: int, memory_bytes_per_s: float, *, gemm_efficiency: float,
+    weight_efficiency: float, unhidden: float, attention_efficiency: float,
+) -> Device:  # fmt: skip
     return Device(
         name=name,
         source=source,
@@ -99,8 +104,10 @@ def _hopper(name: str, source: str, memory_mib: int, memory_bytes_per_s: float) 
         memory_bytes_per_s=memory_bytes_per_s,
         pcie_bytes_per_s=50e9,  # PCIe 5.0 x16, 63 GB/s raw; 50 assumed usable
         link_bytes_per_s=450e9,  # datasheet: NVLink 900 GB/s, both directions together
-        gemm_efficiency=0.65,  # cuBLAS alone reaches 0.7-0.8 before power limits (ml-engineering's MAMF table)
-        attention_efficiency=0.5,  # FlashAttention-3 paper: up to 0.75 forward for long sequences
+        gemm_efficiency=gemm_efficiency,
+        attention_efficiency=attention_efficiency,
+        weight_efficiency=weight_efficiency,
+        unhidden=unhidden,
         layer_launch_s=100e-6,  # assumed: newer hosts
     )
 
@@ -134,7 +141,9 @@ _ROWS = (
         pcie_bytes_per_s=25e9,  # PCIe 4.0 x16, as of the A100
         link_bytes_per_s=31.5e9,  # PCIe 4.0 x16: NVLink (112.5 GB/s) joins pairs only, and a ring of more crosses PCIe
         link_latency_s=20e-6,  # assumed: through the host bridge
-        gemm_efficiency=0.65,  # assumed: 300 W hold the clock below boost
+        gemm_efficiency=0.75,  # Vidur's layers, as the two below: layer_times.py
+        weight_efficiency=0.78,
+        unhidden=0.27,
     ),
     # Datasheets: 125, 121 and 362.05 TFLOPS bf16 tensor, dense; 600, 300 and 864 GB/s GDDR6. The shares are assumed:
     # 150 W and 72 W hold the clocks of A10 and L4 far below boost.
@@ -144,8 +153,27 @@ _ROWS = (
     _a100("a100-40", 40_536, 1555e9),  # datasheet: 1555 GB/s HBM2
     _a100("a100-80", 81_251, 2039e9),  # datasheet: 2039 GB/s HBM2e (SXM4; 1935 for PCIe)
     # Datasheets: 3.35 TB/s HBM3 and 4.8 TB/s HBM3e.
-    _hopper("h100", "NVIDIA H100 Tensor Core GPU datasheet, SXM5", 81_559, 3.35e12),
-    _hopper("h200", "NVIDIA H200 Tensor Core GPU datasheet, SXM5", 143_771, 4.8e12),
+    _hopper(
+        "h100",
+        "NVIDIA H100 Tensor Core GPU datasheet, SXM5",
+        81_559,
+        3.35e12,
+        gemm_efficiency=0.7,
+        weight_efficiency=0.82,
+        unhidden=0.2,  # Vidur's layers: layer_times.py
+        attention_efficiency=0.5,  # FlashAttention-3 paper: up to 0.75 forward for long sequences
+    ),
+    _hopper(
+        "h200",
+        "NVIDIA H200 Tensor Core GPU datasheet, SXM5",
+        143_771,
+        4.8e12,
+        # Steps of an 8B model on one: step_grid.py
+        gemm_efficiency=0.79,
+        weight_efficiency=0.72,
+        unhidden=0.44,
+        attention_efficiency=0.56,
+    ),
     Device(
         name="b200",
         source="NVIDIA HGX B200 datasheet",
@@ -180,7 +208,7 @@ _ROWS = (
         link_latency_s=50e-6,  # assumed
         gemm_efficiency=0.85,  # linear layers of 1024 x 4096 x 4096 reached 177 GFLOP/s
         attention_efficiency=0.4,  # assumed
-        memory_efficiency=0.85,  # a matrix-vector product over 268 MB reached 20.6 GB/s
+        weight_efficiency=0.85,  # a matrix-vector product over 268 MB reached 20.6 GB/s
         tile_tokens=1,
         layer_gap_s=0.0,
         layer_launch_s=300e-6,  # assumed: about thirty framework calls of 10 us

@@ -62,14 +62,15 @@ class Roofline:
         model.check_tensor_parallel(tensor_parallel)
         flops = device.peak_flops * device.gemm_efficiency * tensor_parallel
         bandwidth = device.memory_bytes_per_s * device.memory_efficiency
+        weight_bandwidth = device.memory_bytes_per_s * device.weight_efficiency
         width = model.weight_bytes_per_parameter
         self._linear_s = 2.0 * model.linear_parameters / flops
-        self._weights_s = model.linear_parameters * width / tensor_parallel / bandwidth
+        self._weights_s = model.linear_parameters * width / tensor_parallel / weight_bandwidth
         self._experts = model.experts
         self._expert_row_s = 2.0 * model.expert_parameters / flops
-        self._expert_weights_s = model.expert_parameters * width / tensor_parallel / bandwidth
+        self._expert_weights_s = model.expert_parameters * width / tensor_parallel / weight_bandwidth
         self._head_s = 2.0 * model.head_parameters / flops
-        self._head_weights_s = model.head_parameters * width / tensor_parallel / bandwidth
+        self._head_weights_s = model.head_parameters * width / tensor_parallel / weight_bandwidth
         self._logits_s = model.vocab / tensor_parallel * _LOGIT_BYTES / bandwidth
         self._unhidden = device.unhidden
 

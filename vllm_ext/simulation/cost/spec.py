@@ -148,6 +148,9 @@ class CostSpec(BaseModel):
     """``roofline``: share of the peak that matrix products reach; None, here and below: the device's default."""
     attention_efficiency: float | None = Field(default=None, gt=0, le=1)
     memory_efficiency: float | None = Field(default=None, gt=0, le=1)
+    """``roofline``: share of the memory's bandwidth that streaming kernels reach, reads of KV among them."""
+    weight_efficiency: float | None = Field(default=None, gt=0, le=1)
+    """``roofline``: share of it at which matrix products read their weights."""
     link_efficiency: float | None = Field(default=None, gt=0, le=1)
     unhidden: float | None = Field(default=None, ge=0, le=1)
     """``roofline``: share of the shorter of compute and weight traffic that is not hidden behind the longer."""
@@ -173,7 +176,10 @@ class CostSpec(BaseModel):
 
     def apply(self, device: Device) -> Device:
         """Return the device with the efficiencies that are given here."""
-        names = ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "link_efficiency", "unhidden")
+        names = (
+            "gemm_efficiency", "attention_efficiency", "memory_efficiency", "weight_efficiency", "link_efficiency",
+            "unhidden",
+        )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.pcie_bytes_per_s is not None:
             given["pcie_bytes_per_s"] = self.pcie_bytes_per_s

@@ -22,8 +22,9 @@ _JITTER = 1.002
 says how much of a difference is chance."""
 _WRONG_BY = 0.3
 """Constants of a cost model that nobody measured may be off by so much."""
-_CONSTANTS: Mapping[str, str] = {
-    "gemm_efficiency": "arithmetic", "memory_efficiency": "memory", "host_base_s": "host time per step",
+_CONSTANTS: Mapping[str, tuple[str, ...]] = {
+    "arithmetic": ("gemm_efficiency",), "memory": ("memory_efficiency", "weight_efficiency"),
+    "host time per step": ("host_base_s",),
 }  # fmt: skip
 
 
@@ -180,19 +181,20 @@ def doubt(bench: Bench, parts: Parts, objective: Objective, choice: Candidate, o
     candidates += [with_budget(choice, each, resolved) for each in around]
     found = dict[str, int]()
     for name, factor in ((name, factor) for name in _CONSTANTS for factor in (1 - _WRONG_BY, 1 + _WRONG_BY)):
-        changed = _with_constant(bench, name, factor)
+        changed = _with_constants(bench, _CONSTANTS[name], factor)
         saturated = saturation(changed, parts, own_rate_per_s)
         part = parts.loaded(parts.search, saturated.rate_per_s, 500)
         tried = changed.tried(candidates, part, (SHOWN_AT,), saturated.rate_per_s)
         scores, _ = tried.scored(objective, (SHOWN_AT,), SLACK)
-        found[f"{_CONSTANTS[name]} {100 * (factor - 1):+.0f} %"] = evidence.best(scores).tokens or own
+        found[f"{name} {100 * (factor - 1):+.0f} %"] = evidence.best(scores).tokens or own
     return Doubt(found, tokens)
 
 
-def _with_constant(bench: Bench, name: str, factor: float) -> Bench:
+def _with_constants(bench: Bench, names: Sequence[str], factor: float) -> Bench:
     cost, device = bench.base.cost, bench.base.hardware.resolve().device
-    value = getattr(cost, name)
-    value = (getattr(device, name) if value is None else value) * factor
-    if name.endswith("_efficiency"):
-        value = min(1.0, value)
-    return replace(bench, base=with_values(bench.base, {f"cost.{name}": value}), tell=lambda *_: None)
+    changed = {}
+    for name in names:
+        value = getattr(cost, name)
+        value = (getattr(device, name) if value is None else value) * factor
+        changed[f"cost.{name}"] = min(1.0, value) if name.endswith("_efficiency") else value
+    return replace(bench, base=with_values(bench.base, changed), tell=lambda *_: None)
