@@ -148,6 +148,70 @@ def engine_clock(root: Path) -> str:
     return Table(header, rows).markdown()
 
 
+def _device(root: Path, part: str, run: str) -> dict[str, Any]:
+    """Return what a part of `gpu_check.py` found on a GPU."""
+    found: dict[str, Any] = Result(root, f"device/{part}.json").data["runs"][run]["result"]
+    return found
+
+
+def gpu_attention(root: Path) -> str:
+    """Microseconds of a layer's attention: ours, FlashAttention 3, vLLM's Triton kernel, and ours with KV in 8 bits."""
+    found = _device(root, "attention", "kernels")
+    names = {"own": "ours", "flash_attn_3": "FlashAttention 3", "triton_unified": "vLLM's Triton kernel",
+             "own_int8": "ours, KV in 8 bits"}  # fmt: skip
+    told = {"own": found["metrics"], "own_int8": found["metrics"], **found["baselines"]}
+    rows = []
+    for cell in found["config"]["cells"]:
+        times = [told[name][f"{cell}_{name}_us"] for name in names]
+        over = [f"{times[0] / one:.2f}" for one in times[1:]]
+        rows.append([f"`{cell}`", *(f"{one:.0f}" for one in times), *over])
+    header = ["cell", *(f"{name}, us" for name in names.values()), *(f"ours over {one}" for one in
+              ("FlashAttention 3", "Triton", "8 bits"))]  # fmt: skip
+    return Table(header, rows).markdown()
+
+
+def gpu_decode(root: Path) -> str:
+    """Milliseconds of a decode step of an 8B model: vLLM's scheduler and `alise`."""
+    found, rows = _device(root, "decode", "steps")["settings"], []
+    for name in [name for name in found["stock"] if name.endswith("_ms")]:
+        batch, context = name.removeprefix("batch_").removesuffix("_ms").split("_context_")
+        middle = {one: sorted(found[one][name])[1] for one in ("stock", "alise")}
+        ratio = found["alise"][f"{name.removesuffix('_ms')}_over_stock"]
+        rows.append([batch, context, f"{middle['stock']:.2f}", f"{middle['alise']:.2f}", f"{ratio:.3f}"])
+    return Table(["requests", "context", "vLLM, ms", "`alise`, ms", "ratio"], rows).markdown()
+
+
+def gpu_copies(root: Path) -> str:
+    """GB/s of KV between device and host memory."""
+    found = _device(root, "swap", "copies")["metrics"]
+    rows = [[shown, *(f"{found[f'{bits}_{name}']:.0f}" for bits in ("raw", "8bit"))]
+            for name, shown in _COPIED.items()]  # fmt: skip
+    return Table(["", "16 bits", "8 bits"], rows).markdown()
+
+
+_COPIED = {
+    "store_gb_per_s": "to host memory, GB/s of KV",
+    "load_gb_per_s": "from host memory, GB/s of KV",
+    "pack_kernel_gb_per_s": "the kernel that packs, alone",
+    "unpack_kernel_gb_per_s": "the kernel that unpacks, alone",
+    "store_of_one_chunk_through_us": "a chunk of 4 MiB to the host, us",
+    "load_of_one_chunk_through_us": "and back, us",
+}
+
+
+def gpu_budget(root: Path) -> str:
+    """What requests saw under each token budget, on the device and in the simulator."""
+    measured, simulated = (_device(root, "token_budget", run) for run in ("measured", "simulated"))
+    rows = []
+    for budget, window in measured["windows"].items():
+        by_grid = simulated["windows"][budget]
+        cells = [f"{one[name]:.2f}" for name in ("mean_e2e_s", "p99_e2e_s", "mean_ttft_s") for one in (window, by_grid)]
+        rows.append([budget, *cells, f"{window['unfinished']:.0f} of {window['requests']:.0f}"])
+    header = ["tokens of a step", *(f"{name}, s: {where}" for name in ("mean e2e", "P99 e2e", "mean TTFT")
+              for where in ("device", "simulated")), "unfinished after 6 s"]  # fmt: skip
+    return Table(header, rows).markdown()
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     **{name: partial(kept, name=f"compare_{name}.json", title=name) for name in _COMPARED},
     "ablation": ablation,
@@ -163,6 +227,11 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "shadow": partial(kept, name="shadow.json"),
     "compare-noise": partial(kept, name="compare_noise.json"),
     "layer-times": partial(kept, name="layer_times.json"),
+    "step-grid": partial(kept, name="step_grid.json"),
+    "gpu-attention": gpu_attention,
+    "gpu-decode": gpu_decode,
+    "gpu-copies": gpu_copies,
+    "gpu-budget": gpu_budget,
     **{f"public-{name}": partial(public, name=name) for name in _PUBLIC},
 }  # fmt: skip
 """The tables by the names that pages call them by."""

@@ -21,9 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,14 @@ import gpu_grid
 import numpy as np
 import on_gpu
 
+from vllm_ext.simulation.cost.fitted import Fitted
+from vllm_ext.simulation.cost.step_shape import StepShape
+
 BUDGETS = (8192, 512, 1024)
 """In the order of what their windows tell."""
-LOAD = 0.8
-"""Of the saturation that the grid implies."""
+LOAD = 0.5
+"""Of the saturation that the grid implies, which is the device's alone: on an H200 the engine in this process could not
+keep up with 0.8 of it."""
 _SHAPE = "llama-8b"
 _MAX_MODEL_LEN = 16384 + 512
 COST_FILE = "step_cost.json"
@@ -73,9 +78,61 @@ def workload(rate: float, seconds: float, seed: int, *, dry: bool) -> Any:
     )  # fmt: skip
 
 
-def served(engine: gpu_engine.Engine, requests: Sequence[Any], seconds: float, drain_s: float) -> dict[str, float]:
-    """Serve arrivals as they come, stop after their time, drain, and return what the requests saw."""
-    began = engine.now()
+class Watched:
+    """Steps of a window: what the scheduler planned, and how long each call took."""
+
+    def __init__(self, engine: gpu_engine.Engine) -> None:
+        self._engine, self._schedule = engine, engine.scheduler.schedule
+        engine.scheduler.schedule = self._noted
+        self.rows: list[list[tuple[int, int]]] = []
+        """Of each step: tokens of each request, and those that it held before."""
+        self.seconds: list[float] = []
+
+    def _noted(self, *args: Any) -> Any:
+        output, requests = self._schedule(*args), self._engine.scheduler.requests
+        planned = output.num_scheduled_tokens.items()  # among those that their requests have computed now
+        self.rows.append([(tokens, requests[req_id].num_computed_tokens - tokens) for req_id, tokens in planned])
+        return output
+
+    def step(self) -> None:
+        """Let the engine take a step."""
+        began = self._engine.now()
+        self._engine.step()
+        self.seconds.append(self._engine.now() - began)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._engine.scheduler.schedule = self._schedule
+
+
+def kinds(shapes: Iterable[StepShape], seconds: Sequence[float], cost: Fitted) -> dict[str, dict[str, float]]:
+    """Return how many steps there were, their mean size and time, and what the cost model says of them.
+
+    Args:
+        shapes: Of steps in their order.
+        seconds: Of the calls in which they ended, as many or fewer.
+        cost: Fitted to the grid.
+    """
+    found: dict[str, dict[str, float]] = {}
+    steps = [(shape, taken) for shape, taken in zip(shapes, seconds, strict=False) if shape.num_tokens]
+    for kind, alone in (("decodes alone", True), ("with prompts", False)):
+        chosen = [(shape, taken) for shape, taken in steps if (shape.num_tokens == shape.num_decodes) is alone]
+        if chosen:
+            found[kind] = {
+                "steps": len(chosen),
+                "mean_s": statistics.fmean(taken for _, taken in chosen),
+                "mean_s_by_the_grid": statistics.fmean(cost.device_s(shape) for shape, _ in chosen),
+                "mean_requests": statistics.fmean(shape.num_requests for shape, _ in chosen),
+                "mean_tokens": statistics.fmean(shape.num_tokens for shape, _ in chosen),
+            }
+    return found
+
+
+def served(
+    engine: gpu_engine.Engine, requests: Sequence[Any], seconds: float, drain_s: float, cost: Fitted
+) -> dict[str, Any]:
+    """Serve arrivals as they come, stop after their time, drain, and return what the requests saw, and the steps."""
+    began, watched = engine.now(), Watched(engine)
     waiting, ids = list(reversed(requests)), []
     while engine.now() - began < seconds + drain_s and (waiting or engine.is_busy):
         while waiting and waiting[-1].arrival_s <= engine.now() - began:
@@ -83,14 +140,18 @@ def served(engine: gpu_engine.Engine, requests: Sequence[Any], seconds: float, d
             prompt = engine.prompt(len(ids), one.prompt_tokens)
             ids.append(engine.add(prompt, one.output_tokens, arrival_s=began + one.arrival_s))
         if engine.is_busy:
-            engine.step()
+            watched.step()
         elif waiting:
             time.sleep(max(0.0, min(0.001, waiting[-1].arrival_s - (engine.now() - began))))
     taken = engine.now() - began
+    watched.close()
     seen = [engine.seen[req_id] for req_id in ids]
     late = [req_id for req_id, one in zip(ids, seen, strict=True) if not one.ended]
     engine.abort(late)
-    return {**summary(seen), "requests": len(requests), "unfinished": len(late) + len(waiting), "served_s": taken}
+    return {
+        **summary(seen), "requests": len(requests), "unfinished": len(late) + len(waiting), "served_s": taken,
+        "steps": kinds(map(StepShape.of_rows, watched.rows), watched.seconds[engine.in_flight :], cost),
+    }  # fmt: skip
 
 
 def summary(seen: Sequence[gpu_engine.Seen]) -> dict[str, float]:
@@ -196,7 +257,7 @@ class Run:
                 continue
             self._scheduler.max_num_scheduled_tokens = budget
             requests = list(workload(rate, args.window_s, args.seed, dry=args.dry).start())
-            found["windows"][str(budget)] = served(self._engine, requests, args.window_s, args.drain_s)
+            found["windows"][str(budget)] = served(self._engine, requests, args.window_s, args.drain_s, self._cost)
             print(budget, found["windows"][str(budget)], file=sys.stderr, flush=True)
             self.report.write()
 
@@ -218,7 +279,6 @@ def simulated(found: dict[str, Any], cost_file: Path) -> dict[str, Any]:
         OSError: there is no file of costs.
         ValueError: it is damaged.
     """
-    from vllm_ext.simulation.cost.fitted import Fitted
     from vllm_ext.simulation.run import simulate
     from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 

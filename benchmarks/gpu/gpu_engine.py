@@ -70,6 +70,8 @@ class Seen:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Of the tokens chosen, where they were asked for."""
+    likely: list[dict[int, float]] = field(default_factory=list)
+    """Logprobs of the likeliest tokens at each place, as many as were asked for, and the one that was chosen."""
     ended: bool = False
     aborted: bool = False
 
@@ -148,8 +150,8 @@ class Engine:
             seen.token_times_s += [now] * new
             seen.token_ids, seen.ended = list(one.token_ids), output.finished
             if output.finished and one.logprobs:
-                chosen = zip(one.logprobs, one.token_ids, strict=True)
-                seen.logprobs = [position[token].logprob for position, token in chosen]
+                seen.likely = [{token: said.logprob for token, said in place.items()} for place in one.logprobs]
+                seen.logprobs = [place[token] for place, token in zip(seen.likely, one.token_ids, strict=True)]
 
     def finish(self) -> None:
         """Step until nothing is left."""

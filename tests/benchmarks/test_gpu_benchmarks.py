@@ -25,6 +25,7 @@ ENGINES = ("gpu_right", "gpu_budget", "gpu_decode", "gpu_return", "gpu_talks")
 def answers(*tokens: list[int], logprob: float | None = -1.0, **facts: Any) -> dict[str, Any]:
     return {
         "tokens": list(tokens), "logprobs": [[logprob] * len(one) for one in tokens], "unfinished": 0,
+        "likely": [[[[token, -1.0], [token + 1, -1.1], [token + 2, -1.4]] for token in one] for one in tokens],
         "preemptions": 0, "loaded_bytes": 0, "state": {"attention": None, "fallbacks": 0}, "problems": [],
         "complete": True, **facts,
     }  # fmt: skip
@@ -35,17 +36,23 @@ def test_tokens_are_compared_up_to_the_first_that_differs() -> None:
     reference = answers([1, 2, 3, 4], [5, 6, 7, 8])
     found = right.compared(answers([1, 2, 9, 4], [5, 6, 7, 8], logprob=-1.25), reference)
     assert found == {
-        "tokens_equal_share": 6 / 8, "largest_logprob_difference": 0.25, "logprobs_that_are_no_numbers": 0
+        "tokens_equal_share": 6 / 8, "largest_logprob_difference": 0.25, "logprobs_that_are_no_numbers": 0,
+        "largest_difference_of_a_choice": pytest.approx(0.4),
     }  # fmt: skip
+    close = right.compared(answers([1, 2, 4, 9], [5, 6, 7, 8]), reference)
+    assert close["largest_difference_of_a_choice"] == pytest.approx(0.1), "what comes behind is another text"
 
 
-FINE = answers([1], tokens_equal_share=1.0, largest_logprob_difference=0.0, logprobs_that_are_no_numbers=0)
+FINE = answers(
+    [1], tokens_equal_share=0.5, largest_logprob_difference=0.0, logprobs_that_are_no_numbers=0,
+    largest_difference_of_a_choice=0.1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("setting", "facts", "said"),
     [
-        ("own", {"tokens_equal_share": 0.5}, "only 50% of the tokens are vLLM's"),
+        ("own", {"largest_difference_of_a_choice": 0.2}, "a token's logprob is 0.200 below that of vLLM's choice"),
         ("own", {"largest_logprob_difference": 0.4}, "a logprob is off by 0.400"),
         ("own", {"logprobs_that_are_no_numbers": 3}, "3 logprobs are no numbers"),
         ("stock", {"unfinished": 2}, "2 requests never ended"),
@@ -63,7 +70,7 @@ def test_what_is_wrong_with_an_engine_is_said(setting: str, facts: dict[str, Any
     [
         ("tier-8", {"preemptions": 3}, "the tier was not tried"),
         ("own", {}, "our kernel served no step"),
-        ("int8", {"state": {"attention": {"steps": {"own": 3}, "tokens": {"own bfloat16": 9}}}}, "no KV in 8 bits"),
+        ("int8", {"state": {"attention": {"steps": {"own": 3}}, "kv_device": {"read_tokens": 0}}}, "no KV in 8 bits"),
     ],
 )
 def test_what_an_engine_did_not_try_is_said(setting: str, facts: dict[str, Any], said: str) -> None:
@@ -95,14 +102,15 @@ DIED: dict[str, Any] = {"problems": ["the engine failed"], "complete": False, "s
     ("engines", "status", "wrong"),
     [
         ({"stock": answers([1, 2])}, 0, None),
-        ({"stock": answers([1, 2]), "triton": answers([1, 3])}, 1, ["triton"]),
+        ({"stock": answers([1, 2]), "triton": answers([1, 9])}, 1, ["triton"]),
+        ({"stock": answers([1, 2]), "triton": answers([1, 3])}, 0, None),
         ({"stock": answers([1, 2]), "triton": answers([1, 2], logprob=None)}, 1, ["triton"]),
         ({"stock": answers([1, 2]), "triton": DIED}, 3, None),
         ({"stock": DIED, "triton": answers([1, 2])}, 3, None),
         ({"stock": answers([1, 2]), "own": answers([1, 2])}, 3, None),
         ({"stock": answers([1, 2]), "triton": answers([7, 8]), "own": DIED}, 1, ["triton"]),
     ],
-    ids=["fine", "other tokens", "NaN", "died", "no reference", "not tried", "wrong and died"],
+    ids=["fine", "other tokens", "nearly as likely", "NaN", "died", "no reference", "not tried", "wrong and died"],
 )
 def test_only_wrong_answers_are_called_wrong(
     engines: dict[str, Any], status: int, wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -188,7 +188,9 @@ class FakeWindows:
         self.served: list[tuple[int, int]] = []
         self.before: list[list[str]] = []
 
-    def __call__(self, engine: FakeEngine, _requests: Any, _seconds: float, _drain_s: float) -> dict[str, float]:
+    def __call__(
+        self, engine: FakeEngine, _requests: Any, _seconds: float, _drain_s: float, _cost: Any
+    ) -> dict[str, float]:
         assert not engine.is_busy
         scheduler = engine.scheduler
         self.served.append((scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs))
@@ -306,3 +308,29 @@ gpu_budget.main(["--dry", "--out", sys.argv[1]])
     done = subprocess.run([sys.executable, "-c", script, str(out)], timeout=HANG_S, check=False)
     assert done.returncode == -signal.SIGKILL
     assert (len(read(out)["grid"]), read(out)["complete"]) == (3, False)
+
+
+def test_steps_of_a_window_are_told_by_kind_beside_what_the_grid_says() -> None:
+    """Three steps, of which the last is still under way when the window ends."""
+    budget, shape = load("gpu_budget"), load("vllm_ext.simulation.cost.step_shape").StepShape
+    shapes = [shape.of_rows([(1, 9), (100, 0)]), shape.of_rows([(1, 10), (1, 100)]), shape.of_rows([(1, 11)])]
+    cost = SimpleNamespace(device_s=lambda one: one.num_tokens / 1000)
+    found = budget.kinds([*shapes[:2], shape.of_rows([]), shapes[2]], [0.2, 0.01, 0.0], cost)
+    names = ("steps", "mean_s", "mean_s_by_the_grid", "mean_requests", "mean_tokens")
+    assert {kind: tuple(told[name] for name in names) for kind, told in found.items()} == {
+        "decodes alone": (1, 0.01, 0.002, 2, 2), "with prompts": (1, 0.2, 0.101, 2, 101),
+    }  # fmt: skip
+
+
+def test_a_window_notes_what_is_planned_and_leaves_the_scheduler_as_it_was() -> None:
+    budget = load("gpu_budget")
+    requests = {"a": SimpleNamespace(num_computed_tokens=10), "b": SimpleNamespace(num_computed_tokens=64)}
+    schedule = lambda *_: SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 64})  # noqa: E731
+    scheduler = SimpleNamespace(schedule=schedule, requests=requests)
+    clock = iter([1.0, 1.5])
+    engine = SimpleNamespace(scheduler=scheduler, now=lambda: next(clock), step=lambda: scheduler.schedule(False))
+    watched = budget.Watched(engine)
+    watched.step()
+    watched.close()
+    assert (watched.rows, watched.seconds) == ([[(1, 9), (64, 0)]], [0.5])
+    assert scheduler.schedule is schedule
