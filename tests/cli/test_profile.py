@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.cli import profile as module
-from vllm_ext.cli.profile import pivot_report, report
+from vllm_ext.cli.profile import objectives_report, pivot_report, report
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.step_time.fit import RegimeError, TermSupport
 from vllm_ext.step_time.pivot_search import PivotFound
@@ -43,6 +43,13 @@ def test_the_report_tells_errors_by_kind_of_step() -> None:
         ["decode", "150", "1.0%", "5.0%"],
         ["mixed", "50", "6.0%", "30.0%"],
     ]
+
+
+def test_the_report_tells_the_objectives_of_sarathi_serve() -> None:
+    """1 ms, 32 decodes of 20 us, 131,072 tokens of context at 40 ns: 6.88 ms."""
+    said = objectives_report(PROFILE)
+    assert "times 6.88 ms for 32 decodes of 4096 tokens" in said
+    assert "--tbt-slo-ms 34.4 (strict, 5 x), --tbt-slo-ms 172 (relaxed, 25 x)" in said
 
 
 def test_the_report_tells_what_the_steps_had_no_data_for() -> None:

@@ -71,7 +71,7 @@ def _profile(args: argparse.Namespace) -> int:
         profile = record.profile()
         path = args.out or default_path(profile.key)
         save(profile, path)
-        print(report(profile), *record.notes(), path, sep="\n")
+        print(report(profile), objectives_report(profile), *record.notes(), path, sep="\n")
         return 0
     if args.rounds < 1:
         raise UsageError(f"--rounds={args.rounds}: must be at least 1")
@@ -91,7 +91,7 @@ def _profile(args: argparse.Namespace) -> int:
         fields |= {"pivot_tokens": pivot.tokens, "pivot_s": pivot.step_s, "pivot_saturated": found.saturated}
     profile = Profile(**key._asdict(), vllm_version=vllm.__version__, **fields)
     save(profile, path)
-    print(report(profile), pivot_report(found), path, sep="\n")
+    print(report(profile), pivot_report(found), objectives_report(profile), path, sep="\n")
     use = f"vllm serve {key.model} --scheduler-cls alise --ext-profile {path if args.out else 'auto'}"
     print(f"use it, with the same dtype and tensor-parallel size: {use}")
     return 0
@@ -221,6 +221,21 @@ def report(profile: Profile) -> str:
         note = "" if term.determined else "  too little data" + (", default kept" if not term.num_steps else "")
         lines.append(f"  {term.name:16} {value:12.2e} {term.num_steps:14} {term.uncertainty:12.1%}{note}")
     return "\n".join(lines)
+
+
+def objectives_report(profile: Profile) -> str:
+    """Return the objectives for gaps between tokens that Sarathi-Serve sets on such a device, section 5.1."""
+    from vllm_ext.step_time.runtime import RuntimeModel, StepFeatures
+
+    step_ms = 1000 * RuntimeModel(profile.coefficients).step_time_s(StepFeatures(_DECODES, 0, _DECODES * _CONTEXT))
+    strict, relaxed = (f"--tbt-slo-ms {times * step_ms:.3g}" for times in (5, 25))
+    return (
+        f"gaps between tokens by Sarathi-Serve's rule, times {step_ms:.3g} ms for {_DECODES} decodes of {_CONTEXT} "
+        f"tokens: {strict} (strict, 5 x), {relaxed} (relaxed, 25 x)"
+    )
+
+
+_DECODES, _CONTEXT = 32, 4096
 
 
 def pivot_report(found: PivotFound | None) -> str:
