@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,22 @@ def papers(root: Path) -> str:
         rows.append([link, what, paper, here, judged, "<br>".join(reasons), ours, tuned, result.measured_at])
     header = ["figure", "claim", "paper", "here", "verdict", "reason", "ours", "ours over tuned vLLM", "measured at"]
     return Table(header, rows).markdown()
+
+
+def papers_left_out(root: Path) -> str:  # noqa: ARG001 - it is in the code
+    """Figures and tables of papers that no experiment measures, and why."""
+    rows = [[paper, what, why] for paper, module in _LEFT_OUT.items()
+            for what, why in import_module(f"vllm_ext.experiments.papers.{module}").NOT_SIMULATED.items()]  # fmt: skip
+    rows += [["BatchMaker", what, why] for what, why in _BATCHMAKER_LEFT_OUT.items()]
+    return Table(["paper", "not measured", "why"], rows).markdown()
+
+
+_LEFT_OUT = {"ALISE": "alise_costs", "Sarathi-Serve": "sarathi_costs", "AccelGen": "accelgen_batches",
+             "Past-Future": "past_future_engines", "Pensieve": "pensieve_costs"}  # fmt: skip
+_BATCHMAKER_LEFT_OUT = {
+    "Figures 2.1, 2.2, 2.4, 2.6 and 2.12": "drawings",
+    "Figure 2.10": "the data set's lengths, which the workload is drawn from",
+}
 
 
 def _number(value: float | None) -> str:
@@ -218,6 +235,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "step-cost": step_cost,
     "papers": papers,
     "papers-count": papers_count,
+    "papers-left-out": papers_left_out,
     "tuning-papers": partial(kept, name="tuning.json", title="papers' models on A100"),
     "tuning-modern": partial(kept, name="tuning.json", title="8B and 70B on H100"),
     "tuning-lengths": partial(kept, name="tuning.json", title="lengths"),
