@@ -2,8 +2,9 @@
 
 One layer of Llama-3.1-8B in bfloat16, pages as vLLM lays them out on CUDA, in random order. Cells are written as
 64q1s4k: 64 sequences, each with 1 query token and 4k of KV; an "r" behind it means log-normal lengths with that mean.
-Subjects: ours over pages, ours with all KV in INT8, FlashAttention 3, which vLLM takes on Hopper, vLLM's Triton kernel,
-and xformers' split-K operator over paged masks, which wants blocks of 64 tokens (a cell with "b64") and short queries.
+Subjects: ours over pages, ours with all KV in INT8, the same with fewer warps, FlashAttention 3, which vLLM takes on
+Hopper, vLLM's Triton kernel, and xformers' split-K operator over paged masks, which wants blocks of 64 tokens (a cell
+with "b64") and short queries.
 Calls are captured in a CUDA graph, as a server's decode steps are, over KV that no cache holds; they are timed
 by the device's events, by turns, and the median ratio of neighbouring turns is given with its quartiles. Memory's limit
 is a copy on the device, which reads and writes every byte. First each subject is compared with the definition. The
@@ -24,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import checkout  # noqa: F401 - before all that it makes importable
 import numpy as np
@@ -41,6 +43,9 @@ from vllm_ext.report.timing import Seconds, captured, check_output, measure, rat
 
 OWN, INT8, FLASH, UNIFIED, XFORMERS = "own", "own_int8", "flash_attn_3", "triton_unified", "xformers_split_k"
 RIVALS = (FLASH, UNIFIED, XFORMERS)
+WARPS = {f"{INT8}_{warps}_warps": warps for warps in (1, 2)}
+"""Subjects with other launch options than ours, which are not claimed of: with four warps a turn of the loop over INT8
+waits at 22 barriers (sm_90), with one at two."""
 Calls = list[Callable[[], torch.Tensor]]
 """Of one subject, for every copy of the KV."""
 _UNCACHED_BYTES = 512 * 2**20
@@ -50,6 +55,7 @@ _XFORMERS_BLOCK, _XFORMERS_QUERY = 64, 16
 _MAX_SPLITS = 32
 """Of FlashAttention 3 in a captured graph: vLLM's default."""
 _MISSED = "see the quartiles"
+_LAUNCH_OPTIONS = gpu.launch_options
 _SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dim": 16, "block": 16, "dtype": torch.float16}
 
 
@@ -129,20 +135,29 @@ class Step:
         self._start = torch.arange(0, tokens + 1, cell.query, dtype=torch.int32, device=device)
         self._lens = torch.tensor(self.lengths, dtype=torch.int32, device=device)
 
-    def own(self, *, int8: bool) -> Calls:
-        """Our kernel, over pages or over blocks in INT8; a step is divided once for all layers, so not in a call."""
+    def own(self, *, int8: bool, warps: int = 0) -> Calls:
+        """Our kernel, over pages or over blocks in INT8; a step is divided once for all layers, so not in a call.
+
+        Args:
+            int8: Over blocks in INT8.
+            warps: Of a program; 0: as many as it has in a server.
+        """
         kv = self.kv if int8 else PagedKV(self.kv.layout, self.kv.pages)
         sizes = {"num_heads": self.cell.heads, "num_tokens": len(self._query), "max_query_len": self.cell.query}
 
         def calls() -> Iterator[Callable[[], torch.Tensor]]:
             for table in self._tables + self.kv.num_blocks * int8:
                 step = gpu.divide(Ranges.from_block_table(self._start, self._lens, table), kv.layout, **sizes)
-                yield lambda step=step: self._attended(kv, step)
+                yield lambda step=step: self._attended(kv, step, warps)
 
         return list(calls())
 
-    def _attended(self, kv: PagedKV, step: gpu.Step) -> torch.Tensor:
-        gpu.attend(self._query, kv, step, self._out, scale=self._scale)
+    def _attended(self, kv: PagedKV, step: gpu.Step, warps: int) -> torch.Tensor:
+        def options(*args: Any, **kwargs: Any) -> dict[str, int]:
+            return {**_LAUNCH_OPTIONS(*args, **kwargs), **({"num_warps": warps} if warps else {})}
+
+        with mock.patch.object(gpu, "launch_options", options):
+            gpu.attend(self._query, kv, step, self._out, scale=self._scale)
         return self._out
 
     def _vllms_cache(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,9 +233,10 @@ class Step:
         return {**found, **self._rivals()}
 
     def _rivals(self) -> dict[str, Callable[[], Calls]]:
-        cell, found = self.cell, {}
+        cell, found = self.cell, dict[str, Callable[[], Calls]]()
         if not self.kv.pages.is_cuda:
             return {}
+        found |= {name: functools.partial(self.own, int8=True, warps=warps) for name, warps in WARPS.items()}
         if importlib.util.find_spec("vllm"):
             found[UNIFIED] = self.unified
             if torch.cuda.get_device_capability() == (9, 0):
@@ -234,7 +250,7 @@ class Step:
         """Return what a subject computes, over memory that was NaN, and what the definition does."""
         assert self.kv.records is not None
         kv = PagedKV(self.kv.layout, self.kv.pages.cpu(), self.kv.records.cpu())
-        table = (self._tables[0] + self.kv.num_blocks * (name == INT8)).cpu()
+        table = (self._tables[0] + self.kv.num_blocks * name.startswith(INT8)).cpu()
         ranges = Ranges.from_block_table(self._start.cpu(), self._lens.cpu(), table)
         wanted, _ = reference.paged_attention(self._query.cpu(), kv, ranges, scale=self._scale)
         self._out.fill_(torch.nan)
@@ -242,7 +258,7 @@ class Step:
 
     def bytes_read(self, name: str) -> int:
         """Return the bytes of KV that a call of a subject has to read."""
-        return self.blocks * (self.fmt.record_bytes if name == INT8 else self.kv.layout.page_bytes)
+        return self.blocks * (self.fmt.record_bytes if name.startswith(INT8) else self.kv.layout.page_bytes)
 
 
 def limit_gb_per_s(mib: int, repeats: int, device: str) -> float:
