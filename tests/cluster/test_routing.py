@@ -1,0 +1,302 @@
+"""Routers: costs by hand, what load and warmth do to a choice, and what a fleet makes of reports that get lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ext.cluster.fleet import Ask, Fleet
+from vllm_ext.cluster.report import Held, LoadReport, Prices, session_key
+from vllm_ext.cluster.routing import ROUTERS, Hashed, Home, Least, Marginal, RoundRobin, make_router
+
+PRICES = Prices(base_s=0.01, prefill_token_s=1e-4, decode_s=1e-4, context_token_s=1e-7, host_token_s=1e-5)
+IDLE = LoadReport(
+    number=1, running=0, waiting=0, seats=64, prefill_tokens=0, context_tokens=0, pool_tokens=100_000,
+    output_tokens=100.0, prices=PRICES,
+)  # fmt: skip
+
+
+def fleet_of(*reports: LoadReport | None, now: float = 0.0, **fields: Any) -> Fleet:
+    """Replicas a, b, c, ..., with these reports."""
+    fleet = Fleet(**fields)
+    names = "abcdefgh"[: len(reports)]
+    fleet.consist_of(names)
+    for name, report in zip(names, reports, strict=True):
+        if report is not None:
+            assert fleet.heard(name, report, now)
+    return fleet
+
+
+def cost(report: LoadReport, ask: Ask, weight: float = 3.0) -> float:
+    fleet = fleet_of(report)
+    return Marginal(weight=weight).cost(ask, fleet.replicas["a"], report)
+
+
+def test_a_cost_by_hand() -> None:
+    """An idle replica: 1000 tokens take 0.1 s, then 100 steps of 10 ms, and 0.2 ms more for the request itself."""
+    assert cost(IDLE, Ask(1000)) == pytest.approx(3 * (0.1 + 100 * (0.01 + 2e-4)))
+    # 10 requests with 20,000 tokens: steps take 1 + 2 ms more; each of the ten waits 0.1 s and 100 times 0.2 ms longer.
+    busy = replace(IDLE, running=10, context_tokens=20_000)
+    assert cost(busy, Ask(1000)) == pytest.approx(3 * (0.1 + 100 * (0.013 + 2e-4)) + 10 * (0.1 + 100 * 2e-4))
+    queued = replace(IDLE, prefill_tokens=5000)
+    assert cost(queued, Ask(1000)) == pytest.approx(cost(IDLE, Ask(1000)) + 3 * 0.5)
+    # 600 tokens are on the device, 300 more in host memory: 100 are computed, and 300 loaded in 3 ms.
+    warm = replace(IDLE, resident={"s": Held(600, 900)})
+    assert cost(warm, Ask(1000, "s")) == pytest.approx(3 * (0.01 + 0.003 + 100 * (0.01 + 2e-4)))
+
+
+def test_memory_and_seats_that_are_taken_cost_a_wait() -> None:
+    """A step takes 20 ms, an average request has 50 of them left."""
+    full = replace(IDLE, context_tokens=100_000)
+    assert cost(full, Ask(1000)) - cost(replace(full, pool_tokens=1_000_000), Ask(1000)) == pytest.approx(
+        3 * (1100 / 100_000) * 50 * 0.02
+    )
+    seated = replace(IDLE, running=1, seats=1)
+    assert cost(seated, Ask(1000)) - cost(replace(seated, seats=2), Ask(1000)) == pytest.approx(3 * 25 * 0.0101)
+
+
+def test_of_three_replicas_the_one_with_the_history_is_taken_until_it_costs_more() -> None:
+    """8,000 tokens take 0.8 s to compute."""
+    warm = replace(IDLE, resident={"s": Held(8000)})
+    ask = Ask(8100, "s")
+    assert Marginal().choose(ask, fleet_of(IDLE, warm, IDLE), 0.0) == "b"
+    assert Marginal().choose(ask, fleet_of(IDLE, replace(warm, prefill_tokens=7000), IDLE), 0.0) == "b"
+    assert Marginal().choose(ask, fleet_of(IDLE, replace(warm, prefill_tokens=9000), IDLE), 0.0) == "a"
+
+
+def test_a_conversation_stays_where_that_costs_little_more() -> None:
+    slower = replace(IDLE, prices=replace(PRICES, base_s=0.0103))
+    fleet = fleet_of(IDLE, slower)
+    fleet.homes["s"] = "b"
+    assert Marginal().choose(Ask(100, "s"), fleet, 0.0) == "b"
+    assert Marginal(stay=0.0).choose(Ask(100, "s"), fleet, 0.0) == "a"
+    assert Marginal().choose(Ask(100, "other"), fleet, 0.0) == "a"
+
+
+def test_what_was_sent_since_the_report_counts() -> None:
+    """Or all go where somebody was idle a second ago."""
+    fleet, chosen = fleet_of(IDLE, IDLE, IDLE), []
+    for _ in range(6):
+        chosen.append(Marginal().choose(Ask(2000), fleet, 0.5))
+        fleet.sent(chosen[-1], Ask(2000), 0.5)
+    assert sorted(chosen) == ["a", "a", "b", "b", "c", "c"]
+    for name in "abc":
+        fleet.heard(name, replace(IDLE, number=2), 1.0)
+    assert all(not replica.sent and not replica.sent_prefill_tokens for replica in fleet.replicas.values())
+
+
+def test_what_was_sent_just_before_a_report_may_not_be_in_it() -> None:
+    fleet = fleet_of(IDLE, lag_s=0.25)
+    fleet.sent("a", Ask(500), 0.8)
+    fleet.sent("a", Ask(700), 0.9)
+    fleet.heard("a", replace(IDLE, number=2), 1.1)
+    assert (fleet.replicas["a"].sent_prefill_tokens, fleet.replicas["a"].requests) == (700, 1)
+
+
+def test_routers_that_know_less() -> None:
+    fleet = fleet_of(replace(IDLE, running=3), replace(IDLE, running=1), replace(IDLE, running=20))
+    robin = RoundRobin()
+    assert [robin.choose(Ask(1), fleet, 0.0) for _ in range(4)] == ["a", "b", "c", "a"]
+    assert Least().choose(Ask(1), fleet, 0.0) == "b"
+    fleet.homes["s"] = "c"
+    assert Home(most_above=19).choose(Ask(1, "s"), fleet, 0.0) == "c"
+    assert Home(most_above=18).choose(Ask(1, "s"), fleet, 0.0) == "b"
+    of = {session: Hashed().choose(Ask(1, session), fleet, 0.0) for session in map(str, range(60))}
+    assert {*of.values()} == {"a", "b", "c"}
+    fleet.consist_of("ac")
+    moved = {session for session, name in of.items() if Hashed().choose(Ask(1, session), fleet, 0.0) != name}
+    assert moved == {session for session, name in of.items() if name == "b"}, "only those of the one that left"
+
+
+def test_of_equals_the_one_that_waited_longest_is_taken() -> None:
+    fleet = fleet_of(None, None, None)
+    chosen = []
+    for now in range(6):
+        chosen.append(Least().choose(Ask(1), fleet, now))
+        fleet.sent(chosen[-1], Ask(1), now)
+        fleet.ended(chosen[-1], failed=False, now=now)
+    assert chosen == ["a", "b", "c", "a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_every_router_has_a_name_and_an_empty_fleet_is_an_error(name: str) -> None:
+    router = make_router(name)
+    with pytest.raises(LookupError, match="no replica is known"):
+        router.choose(Ask(1), Fleet(), 0.0)
+    assert router.choose(Ask(1, "s"), fleet_of(None), 0.0) == "a"
+
+
+def test_an_unknown_router_is_refused() -> None:
+    with pytest.raises(ValueError, match="router='best': must be one of round-robin, least, hash, home, marginal"):
+        make_router("best")
+
+
+# --- laws -------------------------------------------------------------------------------------------------------------
+
+counts = st.integers(0, 200)
+reports = st.builds(
+    lambda running, waiting, prefill, context, device, host: replace(
+        IDLE, running=running, waiting=waiting, prefill_tokens=prefill, context_tokens=context,
+        resident={"s": Held(device, host)},
+    ),
+    counts, counts, st.integers(0, 50_000), st.integers(0, 200_000), st.integers(0, 5000), st.integers(0, 5000),
+)  # fmt: skip
+asks = st.builds(Ask, st.integers(1, 9000), st.sampled_from([None, "s"]))
+
+
+@given(st.lists(reports, min_size=2, max_size=5), asks, st.data())
+def test_load_never_attracts(those: Sequence[LoadReport], ask: Ask, data: st.DataObject) -> None:
+    """Whoever was not taken is not taken with more to do."""
+    chosen = Marginal().choose(ask, fleet_of(*those), 0.0)
+    other = data.draw(st.sampled_from(range(len(those))).filter(lambda at: "abcde"[at] != chosen))
+    field = data.draw(st.sampled_from(["running", "waiting", "prefill_tokens", "context_tokens"]))
+    more = getattr(those[other], field) + data.draw(st.integers(1, 10_000))
+    loaded = [replace(one, **{field: more}) if at == other else one for at, one in enumerate(those)]
+    assert Marginal().choose(ask, fleet_of(*loaded), 0.0) != "abcde"[other]
+
+
+@given(st.lists(reports, min_size=2, max_size=5), st.integers(1, 9000), st.integers(1, 5000), st.booleans())
+def test_warmth_never_repels(those: Sequence[LoadReport], prompt: int, more: int, on_device: bool) -> None:
+    ask = Ask(prompt, "s")
+    chosen = Marginal().choose(ask, fleet_of(*those), 0.0)
+    at = "abcde".index(chosen)
+    device, host = those[at].resident["s"]
+    warmer = Held(device + more, host) if on_device else Held(device, host + more)
+    reports_now = [replace(one, resident={"s": warmer}) if here == at else one for here, one in enumerate(those)]
+    assert Marginal().choose(ask, fleet_of(*reports_now), 0.0) == chosen
+
+
+@given(st.permutations("abcd"), st.lists(reports, min_size=4, max_size=4, unique_by=repr), asks)
+def test_the_order_in_which_replicas_are_known_is_irrelevant(
+    order: Sequence[str], those: Sequence[LoadReport], ask: Ask
+) -> None:
+    fleet, of = Fleet(), dict(zip("abcd", those, strict=True))
+    for end in range(1, 5):
+        fleet.consist_of(order[:end])
+    for name in order:
+        fleet.heard(name, of[name], 0.0)
+    for name, router in ROUTERS.items():
+        assert router().choose(ask, fleet, 0.0) == router().choose(ask, fleet_of(*those), 0.0), name
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_that_comes_late_or_twice_is_left_out() -> None:
+    fleet = fleet_of(replace(IDLE, number=5, running=5))
+    assert not fleet.heard("a", replace(IDLE, number=5), 1.0)
+    assert not fleet.heard("a", replace(IDLE, number=4), 1.0)
+    assert fleet.replicas["a"].heard_s == 0.0
+    assert fleet.heard("a", replace(IDLE, number=0, started="again"), 1.0)
+    assert not fleet.heard("nobody", IDLE, 1.0)
+
+
+def test_a_replica_whose_reports_are_stale_is_out_and_all_are_in_where_all_are_stale() -> None:
+    fleet = fleet_of(IDLE, IDLE)
+    fleet.heard("b", replace(IDLE, number=2), 4.0)
+    assert [one.name for one in fleet.rotation(5.0)] == ["a", "b"]
+    assert [one.name for one in fleet.rotation(5.1)] == ["b"]
+    assert [one.name for one in fleet.rotation(99.0)] == ["a", "b"]
+
+
+def test_a_dead_engine_fails_at_most_three_requests_until_it_reports_again() -> None:
+    """It answers at once, so that it has the fewest requests of all."""
+    fleet, failed, now = fleet_of(replace(IDLE, running=9), IDLE, now=0.0, stale_s=60.0), 0, 0.0
+    for _ in range(40):
+        now += 0.25
+        fleet.heard("a", replace(IDLE, number=int(now * 4) + 1, running=9), now)
+        name = Least().choose(Ask(10), fleet, now)
+        fleet.sent(name, Ask(10), now)
+        failed += name == "b"
+        fleet.ended(name, failed=name == "b", now=now)
+    assert failed == 3
+    assert fleet.is_out(fleet.replicas["b"], now)
+    fleet.heard("b", replace(IDLE, number=2), now)
+    assert not fleet.is_out(fleet.replicas["b"], now)
+
+
+def test_who_fails_again_is_out_for_twice_as_long() -> None:
+    fleet, out_s, now = fleet_of(IDLE, stale_s=60.0), [], 0.0
+    replica, number = fleet.replicas["a"], 1
+    for _ in range(3):
+        while not fleet.is_out(replica, now):
+            fleet.ended("a", failed=True, now=now)
+        began = now
+        while fleet.is_out(replica, now):
+            now, number = now + 0.125, number + 1
+            fleet.heard("a", replace(IDLE, number=number), now)
+        out_s.append(now - began)
+    assert out_s == [1.0, 2.0, 4.0]
+    fleet.ended("a", failed=False, now=now)
+    assert (replica.failures, replica.times_out) == (0, 0)
+
+
+def test_without_reports_a_conversation_stays_and_others_are_spread_and_it_is_counted() -> None:
+    fleet = fleet_of(None, None)
+    first = Marginal().choose(Ask(10, "s"), fleet, 0.0)
+    fleet.sent(first, Ask(10, "s"), 0.0)
+    assert Marginal().choose(Ask(10, "s"), fleet, 1.0) == first
+    assert Marginal().choose(Ask(10, "t"), fleet, 1.0) != first
+    assert fleet.blind == 3
+
+
+def test_a_router_that_was_started_anew_learns_homes_from_what_is_resident() -> None:
+    fleet = fleet_of(IDLE, replace(IDLE, resident={"s": Held(0, 500), "gone": Held(0, 0)}))
+    assert dict(fleet.homes) == {"s": "b"}
+    fleet.heard("a", replace(IDLE, number=2, resident={"t": Held(9)}), 1.0)
+    assert "t" not in fleet.homes, "it knows where it sent what since"
+
+
+def test_the_oldest_homes_are_forgotten() -> None:
+    fleet = fleet_of(IDLE, most_homes=2)
+    for session in ("x", "y", "x", "z"):
+        fleet.sent("a", Ask(1, session), 0.0)
+    assert [*fleet.homes] == ["x", "z"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["sent", "heard", "ended", "failed", "leaves"]), st.sampled_from("abc"),
+                          st.integers(0, 30)), max_size=60))  # fmt: skip
+def test_books_are_right_whatever_gets_lost(events: Sequence[tuple[str, str, int]]) -> None:
+    fleet = fleet_of(None, None, None)
+    for at, (what, name, number) in enumerate(events):
+        now = at / 10
+        if what == "leaves":
+            fleet.consist_of(set(fleet.replicas) ^ {name} or {"a"})
+        elif what == "heard":
+            fleet.heard(name, replace(IDLE, number=number), now)
+        elif what == "sent" and name in fleet.replicas:
+            fleet.sent(name, Ask(number + 1, str(number)), now)
+        else:
+            fleet.ended(name, failed=what == "failed", now=now)
+        for replica in fleet.replicas.values():
+            assert replica.sent_prefill_tokens == sum(one.prefill_tokens for one in replica.sent)
+            assert replica.sent_context_tokens == sum(one.prompt_tokens for one in replica.sent)
+            assert replica.in_flight >= 0
+        assert Marginal().choose(Ask(5, "3"), fleet, now) in fleet.replicas
+
+
+# --- the report itself ------------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_read_as_it_was_written() -> None:
+    report = replace(IDLE, resident={session_key("me"): Held(5, 7)})
+    assert LoadReport.parse(report.as_dict()) == report
+    assert "me" not in report.resident
+
+
+@pytest.mark.parametrize(("field", "value"), [("running", -1), ("seats", 0), ("step_age_s", float("nan"))])
+def test_a_report_out_of_range_is_refused_by_its_field(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        LoadReport.parse({**IDLE.as_dict(), field: value})
+
+
+@pytest.mark.parametrize(("fields", "said"), [({"stale_s": 0}, "stale_s=0: must be greater"),
+                                              ({"lag_s": -1}, "lag_s=-1: must be at least 0")])  # fmt: skip
+def test_a_fleet_that_cannot_be_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Fleet(**fields)

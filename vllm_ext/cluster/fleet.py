@@ -1,0 +1,202 @@
+"""What a router knows of the replicas: their last reports, what it has sent since, whose home is where, and who is out.
+
+Pure: the time is an argument, and nothing is asked for. A report is as old as the way it came; what was sent meanwhile
+is not in it and counts beside it, or everybody is sent to the replica that was idle a second ago.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_ext.cluster.report import Held, LoadReport
+
+_NOTHING = Held(0, 0)
+_LONGEST_OUT_S = 60.0
+
+
+class Ask(NamedTuple):
+    """A request, as far as a router knows it."""
+
+    prompt_tokens: int
+    """Or an estimate."""
+    session: str | None = None
+    """Of its conversation, as `report.session_key` makes it; None: it has none."""
+
+
+class Sent(NamedTuple):
+    """A request that no report has yet."""
+
+    at_s: float
+    prefill_tokens: int
+    prompt_tokens: int
+
+
+@dataclass(eq=False)
+class Replica:
+    """One of them, as it is known."""
+
+    name: str
+    report: LoadReport | None = None
+    heard_s: float = 0.0
+    """When that came."""
+    sent: deque[Sent] = field(default_factory=deque)
+    """What the report can't have yet."""
+    in_flight: int = 0
+    """Requests of this router that have not ended."""
+    failures: int = 0
+    """In a row."""
+    failed_s: float = 0.0
+    """When the last one was."""
+    times_out: int = 0
+    """In a row: each time for twice as long."""
+    sent_s: float = float("-inf")
+    """When something was sent last."""
+    sent_prefill_tokens: int = 0
+    sent_context_tokens: int = 0
+
+    @property
+    def requests(self) -> int:
+        """Those who run, wait, or are under way; of this router alone, where there are no reports."""
+        if self.report is None:
+            return self.in_flight
+        return self.report.running + self.report.waiting + len(self.sent)
+
+    def forget(self, before_s: float) -> None:
+        """Let go of what was sent before a moment: a report has it, or it is long gone."""
+        while self.sent and self.sent[0].at_s < before_s:
+            old = self.sent.popleft()
+            self.sent_prefill_tokens -= old.prefill_tokens
+            self.sent_context_tokens -= old.prompt_tokens
+
+    def held(self, session: str | None) -> Held:
+        """Return what it has of a conversation's KV."""
+        if session is None or self.report is None:
+            return _NOTHING
+        return self.report.resident.get(session, _NOTHING)
+
+    def uncached_tokens(self, ask: Ask) -> int:
+        """Return the tokens of a prompt that it would compute; at least the last."""
+        return max(1, ask.prompt_tokens - max(self.held(ask.session)))
+
+
+@dataclass(kw_only=True)
+class Fleet:
+    """All replicas.
+
+    Args:
+        stale_s: A replica whose report is older is out of rotation.
+        most_failures: So many in a row, and it is out until it reports again.
+        lag_s: How old a report may be when it comes: what was sent within that time before may not be in it.
+        most_homes: Conversations that are remembered.
+    """
+
+    stale_s: float = 5.0
+    most_failures: int = 3
+    lag_s: float = 0.25
+    most_homes: int = 100_000
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    """By name, in order."""
+    homes: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    """Conversation -> replica that had it last, the oldest first."""
+    blind: int = 0
+    """Decisions without any report."""
+    _learned: dict[str, int] = field(default_factory=dict)
+    """Conversation -> tokens that its home had when it was learned from a report, until something is sent."""
+
+    def __post_init__(self) -> None:
+        for name in ("stale_s", "most_failures"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be greater than 0")
+        for name in ("lag_s", "most_homes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 0")
+
+    def consist_of(self, names: Iterable[str]) -> None:
+        """Take in replicas that are new, and forget those that are gone."""
+        self.replicas = {name: self.replicas.get(name) or Replica(name) for name in sorted(set(names))}
+
+    def heard(self, name: str, report: LoadReport, now: float) -> bool:
+        """Take in a report; False if it is of nobody who is known, or no newer than the last one."""
+        replica = self.replicas.get(name)
+        if replica is None:
+            return False
+        last = replica.report
+        if last is not None and last.started == report.started and report.number <= last.number:
+            return False
+        replica.report, replica.heard_s = report, now
+        replica.forget(now - self.lag_s)
+        if last is None or last.started != report.started:  # of a router, or a replica, that was started anew
+            for session, held in report.resident.items():
+                self._learn(session, name, max(held))
+        return True
+
+    def sent(self, name: str, ask: Ask, now: float) -> None:
+        """Note where a request went."""
+        replica = self.replicas[name]
+        tokens = replica.uncached_tokens(ask)
+        replica.sent.append(Sent(now, tokens, ask.prompt_tokens))
+        replica.sent_prefill_tokens += tokens
+        replica.sent_context_tokens += ask.prompt_tokens
+        replica.in_flight, replica.sent_s = replica.in_flight + 1, now
+        if replica.report is None:
+            replica.forget(now - self.stale_s)
+        if ask.session is not None:
+            self._settle(ask.session, name)
+
+    def ended(self, name: str, *, failed: bool, now: float) -> None:
+        """Note that a request ended; ``failed``: for a reason that is the replica's."""
+        replica = self.replicas.get(name)
+        if replica is None:
+            return
+        replica.in_flight = max(0, replica.in_flight - 1)
+        if not failed:
+            replica.failures = replica.times_out = 0
+            return
+        was_out = self.is_out(replica, now)
+        replica.failures, replica.failed_s = replica.failures + 1, now
+        if replica.failures >= self.most_failures and not was_out:
+            replica.times_out += 1
+
+    def is_out(self, replica: Replica, now: float) -> bool:
+        """Whether nothing should be sent there.
+
+        That is so while its reports are stale; after failures in a row until it reports again, and for a time that
+        doubles each time: a dead engine answers soonest, and would draw all requests to it.
+        """
+        if replica.report is not None and now - replica.heard_s > self.stale_s:
+            return True
+        if replica.failures < self.most_failures:
+            return False
+        rests_s = min(_LONGEST_OUT_S, 2.0 ** (replica.times_out - 1))
+        rested = now - replica.failed_s >= rests_s
+        return not (rested and (replica.report is None or replica.heard_s > replica.failed_s))
+
+    def rotation(self, now: float) -> list[Replica]:
+        """Return those to choose from, by name: who has reported, if anybody has; all of them, if all are out."""
+        fit = [replica for replica in self.replicas.values() if not self.is_out(replica, now)]
+        told = [replica for replica in fit if replica.report is not None]
+        return told or fit or [*self.replicas.values()]
+
+    def home(self, ask: Ask, among: Container[Replica]) -> Replica | None:
+        """Return where a conversation was last, if that is among these."""
+        name = None if ask.session is None else self.homes.get(ask.session)
+        replica = None if name is None else self.replicas.get(name)
+        return replica if replica is not None and replica in among else None
+
+    def _learn(self, session: str, name: str, tokens: int) -> None:
+        """Note who has KV of a conversation of which nothing is known, or less elsewhere."""
+        known = self.homes.get(session)
+        most = self._learned.get(session, 0 if known is None else None)
+        if most is not None and tokens and (-tokens, name) < (-most, known or "~"):
+            self._settle(session, name)
+            self._learned[session] = tokens
+
+    def _settle(self, session: str, name: str) -> None:
+        self._learned.pop(session, None)
+        self.homes[session] = name
+        self.homes.move_to_end(session)
+        while len(self.homes) > self.most_homes:
+            self._learned.pop(self.homes.popitem(last=False)[0], None)

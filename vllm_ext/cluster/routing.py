@@ -1,0 +1,164 @@
+"""To which replica a request goes. Pure: the same policies route in Ray Serve and in the simulator.
+
+Output lengths are not asked for: in a study a router gained nothing by true ones. What counts is whose KV is where, in
+host memory too, what was sent since the last report, and how much longer everybody waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_ext.cluster.fleet import Ask, Fleet, Replica
+from vllm_ext.cluster.report import LoadReport
+
+
+class Router(Protocol):
+    """Chooses."""
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
+        """Return the name of a replica; the fleet is told by the caller that it was sent there.
+
+        Raises:
+            LookupError: there is none.
+        """
+        ...
+
+
+def _least(replicas: Sequence[Replica]) -> Replica:
+    """Return the one with fewest requests; of several, who has waited longest for one."""
+    return min(replicas, key=lambda replica: (replica.requests, replica.sent_s, replica.name))
+
+
+def _rotation(fleet: Fleet, now: float) -> list[Replica]:
+    if found := fleet.rotation(now):
+        return found
+    raise LookupError("no replica is known")
+
+
+@dataclass
+class RoundRobin:
+    """One after the other."""
+
+    _last: str = ""
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:  # noqa: ARG002 - whatever is asked
+        """Return the next one by name."""
+        names = [replica.name for replica in _rotation(fleet, now)]
+        self._last = next((name for name in names if name > self._last), names[0])
+        return self._last
+
+
+@dataclass(frozen=True)
+class Least:
+    """Where fewest requests are."""
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:  # noqa: ARG002 - whatever is asked
+        """Return the least loaded."""
+        return _least(_rotation(fleet, now)).name
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """A conversation always to the same one, whatever its load; others where fewest requests are.
+
+    By the highest random weight (rendezvous), so that a replica that leaves moves its own conversations only.
+    """
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
+        """Return the one of highest weight."""
+        replicas = _rotation(fleet, now)
+        if ask.session is None:
+            return _least(replicas).name
+        text = ask.session
+        return max(replicas, key=lambda one: hashlib.blake2b(f"{text} {one.name}".encode()).digest()).name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Where the conversation was last, unless that has so many more requests than the least loaded."""
+
+    most_above: int = 8
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
+        """Return the home, or the least loaded."""
+        replicas = _rotation(fleet, now)
+        least, home = _least(replicas), fleet.home(ask, replicas)
+        return home.name if home is not None and home.requests - least.requests <= self.most_above else least.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marginal:
+    """Where the request costs least: its own latency, and how much longer all others wait for it.
+
+        cost = weight * own + requests * (uncached * prefill_token_s + output * (decode_s + prompt * context_token_s))
+        own  = wait for what is queued, and for memory and a seat + uncached prefill + load from host memory
+               + output * (a step)
+
+    ``output`` is the mean of what the replica served lately, the same for all requests. A conversation stays where it
+    is if that costs little more: its next turn will be there, too.
+    """
+
+    weight: float = 3.0
+    """Of its own latency: with 1 the mean of all is best, and single requests wait up to twice as long."""
+    stay: float = 0.05
+    """Share of the cost that staying may cost more."""
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "stay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 0")
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
+        """Return the cheapest, or the home; without any report the home, or the least loaded."""
+        replicas = _rotation(fleet, now)
+        costs = {one.name: self.cost(ask, one, one.report) for one in replicas if one.report is not None}
+        if not costs:
+            fleet.blind += 1
+            return Home().choose(ask, fleet, now)
+        best = min(costs, key=lambda name: (costs[name], name))
+        home = fleet.home(ask, replicas)
+        stays = home is not None and costs.get(home.name, float("inf")) <= (1 + self.stay) * costs[best]
+        return home.name if home is not None and stays else best
+
+    def cost(self, ask: Ask, replica: Replica, report: LoadReport) -> float:
+        """Return the cost of a request on a replica, in seconds."""
+        prices, output, prompt = report.prices, report.output_tokens, ask.prompt_tokens
+        device, host = replica.held(ask.session)
+        cached = min(max(device, host), prompt - 1)
+        loaded = max(0, cached - device)
+        uncached = max(1, prompt - cached)
+        requests = replica.requests
+        context = report.context_tokens + replica.sent_context_tokens
+        step_s = prices.base_s + prices.decode_s * min(requests, report.seats) + prices.context_token_s * context
+        half_s = output / 2 * step_s  # what an average request has left
+        wait_s = (report.prefill_tokens + replica.sent_prefill_tokens) * prices.prefill_token_s
+        over = context + prompt + output - report.pool_tokens
+        if over > 0 and context:
+            wait_s += min(1.0, over / context) * half_s
+        if requests >= report.seats:
+            wait_s += half_s / 2
+        # What is in host memory need not be loaded where computing it is quicker.
+        fetch_s = uncached * prices.prefill_token_s + loaded * min(prices.host_token_s, prices.prefill_token_s)
+        grown_s = prices.decode_s + prices.context_token_s * prompt
+        own_s = wait_s + fetch_s + output * (step_s + grown_s)
+        return self.weight * own_s + requests * (uncached * prices.prefill_token_s + output * grown_s)
+
+
+ROUTERS: Mapping[str, Callable[[], Router]] = {
+    "round-robin": RoundRobin, "least": Least, "hash": Hashed, "home": Home, "marginal": Marginal,
+}  # fmt: skip
+"""By the names that flags give them."""
+
+
+def make_router(name: str) -> Router:
+    """Return a policy by its name.
+
+    Raises:
+        ValueError: there is none of this name; the message lists those there are.
+    """
+    if name not in ROUTERS:
+        raise ValueError(f"router={name!r}: must be one of {', '.join(ROUTERS)}")
+    return ROUTERS[name]()
