@@ -54,7 +54,7 @@ def simulate(
     resolved = resolve(spec)
     workload = workload or build_workload(spec.workload)
     cost = cost or build_cost(resolved.hardware, spec.cost)
-    with _rare_collections():
+    with rare_collections():
         return _run(resolved, workload, cost, progress)  # nothing here holds on to what it made
 
 
@@ -62,10 +62,16 @@ def _run(resolved: Resolved, workload: Workload, cost: CostModel, progress: Prog
     started = time.perf_counter()
     engine = make_engine(resolved, build_scheduler(resolved), workload, cost, progress=progress)
     collector = engine.collector
-    with _quiet_vllm():  # a connector would warn of each chunk that does not fit
+    with quiet_vllm():  # a connector would warn of each chunk that does not fit
         engine.run(resolved.spec.max_time_s)
     if progress is not None:
         progress(engine.clock(), len(collector.table))
+    return run_data(engine, resolved, wall_s=time.perf_counter() - started)
+
+
+def run_data(engine: SimulatedEngine, resolved: Resolved, *, wall_s: float) -> RunData:
+    """Return what an engine leaves behind that has run."""
+    collector = engine.collector
     return RunData(
         label=resolved.spec.engine.system,
         requests=collector.table,
@@ -76,7 +82,7 @@ def _run(resolved: Resolved, workload: Workload, cost: CostModel, progress: Prog
         decisions=engine.decisions,
         counters=_counters(engine, resolved.num_blocks),
         duration_s=engine.clock(),
-        wall_s=time.perf_counter() - started,
+        wall_s=wall_s,
     )
 
 
@@ -91,7 +97,7 @@ def make_engine(
     spec, device = resolved.spec, resolved.hardware.device
     collector = Collector(scheduler, spec.record)
     if scheduler.connector is not None:
-        with _quiet_vllm():
+        with quiet_vllm():
             collector.tier = build_tier(scheduler, resolved)
     # As in vLLM's engine core: a connector finds KV by the blocks' hashes too.
     hashes = spec.engine.prefix_caching or collector.tier is not None
@@ -133,7 +139,7 @@ def build_scheduler(resolved: Resolved) -> Scheduler:
     scheduler_cls = AsyncScheduler if system is None else SteeredScheduler
     # KV on the device in 8 bits: which of it a step reads must be known of every request.
     exact = resolved.spec.exact or (options.get(TIER_KEY) or {}).get("device_int8_share")
-    with _quiet_vllm():
+    with quiet_vllm():
         return make_scheduler(
             scheduler_cls if exact else with_cohort(scheduler_cls),
             num_blocks=resolved.num_blocks,
@@ -176,7 +182,7 @@ def _counters(engine: SimulatedEngine, num_blocks: int) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _quiet_vllm() -> Iterator[None]:
+def quiet_vllm() -> Iterator[None]:
     """vLLM describes each configuration it builds; a sweep builds hundreds."""
     logger = logging.getLogger("vllm")
     level = logger.level
@@ -188,7 +194,7 @@ def _quiet_vllm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
+def rare_collections() -> Iterator[None]:
     """Look for cycles once, when the run is over: requests form none, but a scheduler and its engine are one.
 
     Left to Python these stay: compared with all modules that are loaded they are few, and a sweep's runs add up to

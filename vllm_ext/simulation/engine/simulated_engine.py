@@ -75,6 +75,8 @@ class SimulatedEngine:
         self.decisions: list[Decision] | None = None
         """Set to a list to keep what every step decided."""
         self.num_rejected = 0
+        self.horizon_s = math.inf
+        """When the next request may be delivered, at the soonest: nobody sleeps for longer."""
         self._workload = workload
         self._cost = cost
         self.collector = collector
@@ -130,6 +132,43 @@ class SimulatedEngine:
             if upcoming is None:
                 return
             self._advance_to(upcoming if max_time_s is None else min(upcoming, max_time_s))
+
+    # --- one of several under one clock, which hands it its requests ------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to do: requests, or arrivals."""
+        return bool(self._in_flight or self._events) or self.scheduler.has_requests()
+
+    def deliver(self, request: SimRequest) -> None:
+        """Let a request come at its arrival time; an engine without any sleeps until then.
+
+        Raises:
+            ValueError: that is no moment.
+        """
+        if not self.busy and self.clock() < request.arrival_s:
+            self._advance_to(request.arrival_s)
+        self._plan(request, 0.0, "where time begins", from_start=False)
+
+    def advance(self) -> None:
+        """Receive what has come by now, and take one step; without requests go on to the next arrival.
+
+        Raises:
+            Stalled: as `run`.
+        """
+        self._receive(self.clock())
+        wanted = self.scheduler.has_requests()
+        if wanted or self._in_flight:
+            self._step(wanted)
+        elif (upcoming := self._events.next_time_s()) is not None:
+            self._advance_to(upcoming)
+
+    def stop(self, at_s: float) -> None:
+        """End at a moment that is reached, or at which nothing is left to do; who is served is unfinished."""
+        if self.clock() < at_s:
+            self._advance_to(at_s)
+        self._receive(self.clock())
+        self._cut_off(self.clock())
 
     def _cut_off(self, now: float) -> None:
         if self._cohort is not None:
@@ -206,11 +245,11 @@ class SimulatedEngine:
         copied = None if self._tier is None or self.scheduler.running else self._tier.wake_s()
         if copied is None:
             return soon
-        others = (self._events.next_time_s(), self._aborts.next_time_s())
+        others = (self._events.next_time_s(), self._aborts.next_time_s(), self.horizon_s)
         return max(soon, min([copied, *(moment for moment in others if moment is not None)]))
 
     def _empty_step(self) -> None:
-        if self._events or self._aborts or not self.scheduler.requests:
+        if self._events or self._aborts or self.horizon_s < math.inf or not self.scheduler.requests:
             self._empty_in_a_row = 0
             return
         self._empty_in_a_row += 1

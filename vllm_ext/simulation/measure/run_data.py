@@ -117,6 +117,13 @@ class GapHistogram:
         self.count += times
         self.total_s += gap_s * times
 
+    def merge(self, other: GapHistogram) -> None:
+        """Count the gaps of another histogram as well."""
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
+        self.count += other.count
+        self.total_s += other.total_s
+        self.min_s, self.max_s = min(self.min_s, other.min_s), max(self.max_s, other.max_s)
+
     @property
     def mean_s(self) -> float:
         """Mean gap in seconds; NaN if there was none."""
