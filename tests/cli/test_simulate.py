@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import subprocess
@@ -122,6 +123,40 @@ def test_same_flags_print_the_same_bytes_and_no_wall_clock(capsys: pytest.Captur
         outputs.append(shown.out)
     assert outputs[0] == outputs[1]
     assert "wall" not in outputs[0]
+
+
+def test_replicas_behind_routers_are_rows_and_files_of_their_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The first router is the baseline; what is described is one replica, and the load of all."""
+    rows = tmp_path / "rows.csv"
+    flags = ["--replicas", "2", "--router", "round-robin,marginal", "--requests", str(rows)]
+    assert main([*CROWDED, "--system", "fcfs", *flags]) == 0
+    shown = capsys.readouterr()
+    got = json.loads(shown.out)
+    assert list(got["baselines"]) == ["fcfs round-robin"]
+    assert got["config"]["cluster"] == {"replicas": 2, "routers": ["round-robin", "marginal"]}
+    assert got["metrics"]["fcfs marginal.requests"] == got["baselines"]["fcfs round-robin"]["requests"] > 0
+    assert 0.5 <= got["metrics"]["fcfs marginal.steps_of_busiest_replica_fraction"] < 0.7
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.fcfs.round-robin.csv", "rows.fcfs.marginal.csv"}
+    assert "fcfs marginal: " in shown.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--router", "best"], "argument --router: 'best': must be among round-robin, least, hash, home, marginal"),
+        (["--replicas", "0"], "argument --replicas: 0: must be a whole number of at least 1"),
+        (["--replicas", "2", "--report-s", "0"], "argument --report-s: "),
+        (["--replicas", "2", "--series", "s.csv"], "--series=s.csv: must be left out with --replicas"),
+    ],
+)
+def test_what_replicas_cannot_have_is_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):  # argparse's, or ours
+        assert main([*SMALL, *flags]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.count("\n") == 1
 
 
 def test_systems_side_by_side_have_ratios_to_the_first(capsys: pytest.CaptureFixture[str]) -> None:

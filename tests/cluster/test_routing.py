@@ -34,7 +34,7 @@ def fleet_of(*reports: LoadReport | None, now: float = 0.0, **fields: Any) -> Fl
 
 def cost(report: LoadReport, ask: Ask, weight: float = 3.0) -> float:
     fleet = fleet_of(report)
-    return Marginal(weight=weight).cost(ask, fleet.replicas["a"], report)
+    return Marginal(weight=weight).cost(ask, fleet.replicas["a"], report, 100.0)
 
 
 def test_a_cost_by_hand() -> None:
@@ -67,6 +67,11 @@ def test_of_three_replicas_the_one_with_the_history_is_taken_until_it_costs_more
     assert Marginal().choose(ask, fleet_of(IDLE, warm, IDLE), 0.0) == "b"
     assert Marginal().choose(ask, fleet_of(IDLE, replace(warm, prefill_tokens=7000), IDLE), 0.0) == "b"
     assert Marginal().choose(ask, fleet_of(IDLE, replace(warm, prefill_tokens=9000), IDLE), 0.0) == "a"
+
+
+def test_a_replica_whose_requests_were_short_is_no_cheaper() -> None:
+    lately_short = replace(IDLE, output_tokens=1.0, running=1)
+    assert Marginal().choose(Ask(100), fleet_of(lately_short, IDLE), 0.0) == "b"
 
 
 def test_a_conversation_stays_where_that_costs_little_more() -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ext.cli import left_out, spec_flags
-from vllm_ext.cli.command import FAILED, Parser, guarded, need
+from vllm_ext.cli.command import FAILED, Parser, UsageError, guarded, need
+from vllm_ext.cluster.routing import ROUTERS
 from vllm_ext.report import common_flags, page, plots, results
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.page import Chart, Page, Section, Verdict
@@ -33,7 +34,8 @@ SHOWN = (
     "throughput_requests_per_s", "throughput_tokens_per_s", "normalised_latency_mean_ms_per_token",
     "normalised_latency_p90_ms_per_token", "ttft_mean_ms", "ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "e2e_mean_ms",
     "e2e_p99_ms", "scheduling_delay_p50_s", "slo_attainment_fraction", "goodput_requests_per_s",
-    "mean_running_requests", "mean_waiting_requests", "mean_kv_used_fraction", "preemptions", "policy_fallbacks",
+    "mean_running_requests", "mean_waiting_requests", "mean_kv_used_fraction", "moved_turns",
+    "steps_of_busiest_replica_fraction", "preemptions", "policy_fallbacks",
 )  # fmt: skip
 """Metrics of the printed table, as far as the run has them; the JSON has all."""
 WINDOWS = 4
@@ -59,6 +61,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
+    if args.replicas > 1:
+        for name in ("series", "trace", "plot"):
+            if (path := getattr(args, name)) is not None:
+                raise UsageError(f"--{name}={path}: must be left out with --replicas, of which it is not kept")
     specs = _specs(args)
     described = {spec.engine.system: spec.model_dump(mode="json") for spec in specs}
     if args.print_spec:
@@ -68,10 +74,14 @@ def _simulate(args: argparse.Namespace) -> int:
     workload = build(specs[0].workload)
     if not args.quiet:
         print(*(f"{note}\n" for note in workload.source.notes), sep="", end="", file=sys.stderr)
-    runs = {spec.engine.system: _run(spec, args.quiet) for spec in specs}
-    found = {system: summarise(run) for system, run in runs.items()}
+    if args.replicas > 1:
+        described["cluster"] = {"replicas": args.replicas, "routers": args.router}
+        runs, found = _run_clusters(specs, args)
+    else:
+        runs = {spec.engine.system: _run(spec, args.quiet) for spec in specs}
+        found = {system: summarise(run) for system, run in runs.items()}
     incomplete = left_out.lines(found.values(), specs[0], workload)
-    no_difference = _why_no_difference(specs, found)
+    no_difference = _why_no_difference(specs, found) if args.replicas == 1 else []
     tables = [] if args.quiet else [table(found, every=args.all_metrics), *no_difference]
     metrics, baselines = _beside_the_first(found)
     made = spec_flags.result("simulate", args.command_line, specs[0], workload, described, metrics, baselines)
@@ -106,6 +116,28 @@ def _run(spec: SimulationSpec, quiet: bool) -> RunData:
     speed = f", {run.duration_s / run.wall_s:.0f} times real time" if run.wall_s > 0 else ""
     print(f"{spec.engine.system}: {run.duration_s:.1f} s simulated in {run.wall_s:.1f} s{speed}", file=sys.stderr)
     return run
+
+
+def _run_clusters(specs: Sequence[SimulationSpec], args: argparse.Namespace) -> tuple[dict[str, RunData], Found]:
+    """Simulate each system on replicas behind each router; vLLM is imported here."""
+    from vllm_ext.cluster.simulated import simulate_cluster
+
+    runs, found = dict[str, RunData](), dict[str, dict[str, float]]()
+    for spec in specs:
+        for router in args.router:
+            name = f"{spec.engine.system} {router}"
+            run = simulate_cluster(spec, replicas=args.replicas, router=router, report_s=args.report_s)
+            runs[name] = run.whole
+            steps = [one.counters["steps"] for one in run.replicas]
+            found[name] = {
+                **summarise(run.whole), "moved_turns": float(run.moved),
+                "steps_of_busiest_replica_fraction": max(steps) / sum(steps),
+            }  # fmt: skip
+            if not args.quiet:
+                whole = run.whole
+                print(f"{name}: {whole.duration_s:.1f} s of {args.replicas} replicas simulated in {whole.wall_s:.1f} s",
+                      file=sys.stderr, flush=True)  # fmt: skip
+    return runs, found
 
 
 def _why_no_difference(specs: Sequence[SimulationSpec], found: Found) -> list[str]:
@@ -189,7 +221,11 @@ def _page(
     )
     sections = [
         Section(title="Latency", charts=[*_distributions(runs)]),
-        Section(title="The server over time", charts=[state]),
+        *(
+            [Section(title="The server over time", charts=[state])]
+            if any(len(run.series) for run in runs.values())
+            else []
+        ),
         Section(title="Metrics", table=table(found, every=True)),
     ]
     end = f".{evidence.ATTAINMENT}"
@@ -259,12 +295,22 @@ def _latency_ms(run: RunData, column: str) -> NDArray[np.float64]:
     return values[np.argsort(requests.column("arrival_s")[finished], kind="stable")]
 
 
+_seconds = common_flags.number(lambda value: value > 0, "seconds, greater than 0")
+
+
+def _routers(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in ROUTERS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: must be among {', '.join(ROUTERS)}")
+    return list(dict.fromkeys(names))
+
+
 def _own_path(path: Path | None, system: str, runs: Mapping[str, RunData]) -> Path | None:
     """``requests.csv.gz`` -> ``requests.alise.csv.gz`` if there are several systems."""
     if path is None or len(runs) == 1:
         return path
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
-    return path.with_name(f"{path.name.removesuffix(suffix)}.{system}{suffix}")
+    return path.with_name(f"{path.name.removesuffix(suffix)}.{system.replace(' ', '.')}{suffix}")
 
 
 def _parser() -> Parser:
@@ -275,6 +321,13 @@ def _parser() -> Parser:
         "pipe, the last line of standard output is the result as JSON.",
     )
     spec_flags.add_arguments(parser)
+    cluster = parser.add_argument_group("several replicas; what is described is one of them, and the load of all")
+    cluster.add_argument("--replicas", type=common_flags.at_least(1), default=1, metavar="N",
+                         help="equal replicas behind a router (default: %(default)s)")  # fmt: skip
+    cluster.add_argument("--router", type=_routers, default=["marginal"], metavar="NAME[,NAME]",
+                         help=f"who chooses: {', '.join(ROUTERS)} (default: marginal)")  # fmt: skip
+    cluster.add_argument("--report-s", type=_seconds, default=0.5, metavar="S",
+                         help="seconds between reports of a replica (default: %(default)s)")  # fmt: skip
     output = parser.add_argument_group("output; with several systems, files of single runs get the system's name")
     for name, (what, endings) in _FILES.items():
         text = f"{what} ({', '.join(endings)})"

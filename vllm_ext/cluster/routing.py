@@ -97,8 +97,8 @@ class Marginal:
         own  = wait for what is queued, and for memory and a seat + uncached prefill + load from host memory
                + output * (a step)
 
-    ``output`` is the mean of what the replica served lately, the same for all requests. A conversation stays where it
-    is if that costs little more: its next turn will be there, too.
+    ``output`` is the mean of what all replicas served lately: a replica whose requests were short is no quicker. A
+    conversation stays where it is if that costs little more: its next turn will be there, too.
     """
 
     weight: float = 3.0
@@ -114,7 +114,9 @@ class Marginal:
     def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
         """Return the cheapest, or the home; without any report the home, or the least loaded."""
         replicas = _rotation(fleet, now)
-        costs = {one.name: self.cost(ask, one, one.report) for one in replicas if one.report is not None}
+        told = [(one, one.report) for one in replicas if one.report is not None]
+        output = sum(report.output_tokens for _, report in told) / max(1, len(told))
+        costs = {one.name: self.cost(ask, one, report, output) for one, report in told}
         if not costs:
             fleet.blind += 1
             return Home().choose(ask, fleet, now)
@@ -123,9 +125,9 @@ class Marginal:
         stays = home is not None and costs.get(home.name, float("inf")) <= (1 + self.stay) * costs[best]
         return home.name if home is not None and stays else best
 
-    def cost(self, ask: Ask, replica: Replica, report: LoadReport) -> float:
-        """Return the cost of a request on a replica, in seconds."""
-        prices, output, prompt = report.prices, report.output_tokens, ask.prompt_tokens
+    def cost(self, ask: Ask, replica: Replica, report: LoadReport, output: float) -> float:
+        """Return the cost of a request with an output of so many tokens on a replica, in seconds."""
+        prices, prompt = report.prices, ask.prompt_tokens
         device, host = replica.held(ask.session)
         cached = min(max(device, host), prompt - 1)
         loaded = max(0, cached - device)
