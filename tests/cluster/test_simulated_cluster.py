@@ -109,6 +109,24 @@ def test_reports_tell_what_there_is() -> None:
     assert min(numbers) > 10
 
 
+def test_reports_have_what_host_memory_holds_of_conversations() -> None:
+    """So little memory on the device that most of it is there alone; a next turn finds as much."""
+    engine = {"options": {"kv_tier": {"gib": 4.0}}, "num_blocks": 300}
+    resolved = resolve(
+        spec_of({**CHATS, "rate_per_s": 6.0, "think_s": 1000.0}, "pensieve", engine=engine, max_time_s=60.0)
+    )
+    cluster = SimulatedCluster(resolved, replicas=1, router=make_router("home"))
+    cluster.run()
+    (replica,) = cluster.replicas.values()
+    rows = [row for row in replica.engine.collector.table.rows() if row["session_id"]]
+    longest = {session_key(row["session_id"]): row["prompt_tokens"] + row["output_tokens"] for row in rows}
+    held = replica.report().resident
+    behind = [name for name, one in held.items() if one.host > one.device]
+    assert len(behind) >= 5, held
+    assert all(max(one) <= longest[name] for name, one in held.items() if name in longest)
+    assert sum(max(one) for one in held.values()) > 0.7 * sum(longest.values())
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

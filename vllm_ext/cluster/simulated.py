@@ -11,18 +11,16 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from vllm_ext.cluster.fleet import Ask, Fleet
-from vllm_ext.cluster.report import MOST_SESSIONS, Held, LoadReport, Prices, session_key
+from vllm_ext.cluster.report import LoadReport, Prices, session_key
+from vllm_ext.cluster.residency import Residency
 from vllm_ext.cluster.routing import Router, make_router
-from vllm_ext.kv.connector.cached_prefixes import PrefixProbe
 from vllm_ext.simulation.cost.profiled import runtime_model
 from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
@@ -50,51 +48,6 @@ class ClusterRun:
 
 
 @dataclass
-class _Kept:
-    """The last request of a conversation, as far as a look-up in the prefix cache needs it."""
-
-    block_hashes: Sequence[Any]
-    num_tokens: int
-    skip_reading_prefix_cache: bool = False
-    start: int = 0
-    """Blocks at its front when it was looked up last."""
-
-
-class _Residency:
-    """What of the latest conversations is in a scheduler's prefix cache."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._probe = PrefixProbe(scheduler)
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        original = scheduler._free_request
-
-        def free(request: Request, *args: Any, **kwargs: Any) -> Any:
-            if request.session_id is not None and request.num_computed_tokens:
-                key = session_key(request.session_id)
-                self._kept[key] = _Kept(list(request.block_hashes), request.num_tokens)
-                self._kept.move_to_end(key)
-                while len(self._kept) > MOST_SESSIONS:
-                    self._kept.popitem(last=False)
-            return original(request, *args, **kwargs)
-
-        scheduler._free_request = free
-
-    def held(self) -> dict[str, Held]:
-        """Return tokens by conversation, of those of which there are any."""
-        found = {}
-        for key, kept in self._kept.items():
-            blocks, _, kept.start = self._probe.cached(kept, kept.start)
-            if blocks:
-                found[key] = Held(blocks * self._probe.block_size)
-        return found
-
-    def uncached_tokens(self, requests: Iterable[Request]) -> int:
-        """Return the tokens of waiting requests that would be computed."""
-        size = self._probe.block_size
-        return sum(max(1, one.num_tokens - self._probe.cached(one)[0] * size) for one in requests)
-
-
-@dataclass
 class _Replica:
     """An engine, and what it reports of itself."""
 
@@ -106,10 +59,10 @@ class _Replica:
     block_size: int
     number: int = 0
     output_tokens: float = 256.0
-    residency: _Residency = field(init=False)
+    residency: Residency = field(init=False)
 
     def __post_init__(self) -> None:
-        self.residency = _Residency(self.engine.scheduler)
+        self.residency = Residency(self.engine.scheduler)
 
     def report(self) -> LoadReport:
         """Return its state."""
@@ -174,8 +127,12 @@ class SimulatedCluster:
         self._workload: Workload = build_workload(spec.workload)
         cost, size = build_cost(resolved.hardware, spec.cost), spec.engine.block_size
         price = runtime_model(cost, resolved.limits).coefficients
-        prices = Prices(base_s=price.base_s, prefill_token_s=price.prefill_token_s, decode_s=price.decode_s,
-                        context_token_s=price.context_token_s)  # fmt: skip
+        link_bytes_per_s = spec.cost.apply(resolved.hardware.device).pcie_bytes_per_s
+        prices = Prices(
+            base_s=price.base_s, prefill_token_s=price.prefill_token_s, decode_s=price.decode_s,
+            context_token_s=price.context_token_s,
+            host_token_s=resolved.hardware.kv_bytes_per_block(size) / size / link_bytes_per_s,
+        )  # fmt: skip
         self.replicas = {
             name: _Replica(
                 name, make_engine(resolved, build_scheduler(resolved), _Handed(self, name), cost), prices,
