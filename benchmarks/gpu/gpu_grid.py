@@ -125,7 +125,7 @@ class GridSpec:
     alone: Sequence[int] = (8192, 128, 1024, 512, 2048, 4096, 256)
     """Tokens of prompts without decodes, which are measured before all else."""
     steps: int = 3
-    """Of a run, at least; more where they are short, since the first of them may wait for the host, and one where it
+    """Of a run, at least; more where they are short, since the first of them may wait for the host, and two where each
     lasts as long as a run should."""
     runs: int = 2
 
@@ -213,7 +213,7 @@ class Grid:
         self._run(len(running), tokens, 1)  # with what is compiled or looked up for this shape
         # Not what it returns: some of the step may pass while those under way before it are waited for.
         step_s = (self.engine.now() - began) / (len(self._planned.steps) - planned)
-        least = spec.steps if step_s < _RUN_S else 1  # a wait for the host is nothing beside a long one
+        least = spec.steps if step_s < _RUN_S else 2  # a wait for the host is nothing beside a long one
         steps = min(_MOST_STEPS, max(least, int(_RUN_S / step_s)))
         done = len(self.engine.seen[running[0]].token_times_s) if running else 0
         seconds = tuple(self._run(len(running), tokens, steps) / steps for _ in range(spec.runs))
