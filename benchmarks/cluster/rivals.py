@@ -1,0 +1,136 @@
+"""Routers of others, stated again as policies, to be compared with. A part of the benchmarks of clusters.
+
+What each goes by was read off its source or its documentation; none of its code is here. Where one looks for a prompt's
+prefix in what it sent before, a conversation's tokens stand for it: that is what the prefix would be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_ext.cluster.fleet import Ask, Fleet, Replica
+from vllm_ext.cluster.routing import Router
+
+
+def _by_chance(replicas: Sequence[Replica], rng: random.Random) -> Replica:
+    """Return the one with fewer requests of two drawn."""
+    return min(rng.sample(list(replicas), min(2, len(replicas))), key=lambda one: one.in_flight)
+
+
+@dataclass
+class _Sent:
+    """Tokens of conversations that were sent to replicas, as a router remembers them."""
+
+    tokens: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Replica -> conversation -> tokens."""
+
+    def share(self, replica: Replica, ask: Ask) -> float:
+        """Return the share of a prompt that a replica has seen."""
+        return min(1.0, self.tokens[replica.name].get(ask.session or "", 0) / ask.prompt_tokens)
+
+    def total(self, replica: Replica) -> int:
+        """Return the tokens that it has seen, of all conversations."""
+        return sum(self.tokens[replica.name].values())
+
+    def note(self, name: str, ask: Ask) -> str:
+        """Note where a request went, and return that."""
+        if ask.session is not None:
+            self.tokens[name][ask.session] = ask.prompt_tokens
+        return name
+
+
+@dataclass
+class PowerOfTwo:
+    """Of two drawn by chance the one with fewer requests: the default of Ray Serve."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
+        """Draw."""
+        return _by_chance(fleet.rotation(now), self.rng).name
+
+
+@dataclass
+class RayPrefix:
+    """Ray Serve LLM 2.60, PrefixCacheAffinityRouter.
+
+    As long as the fullest replica has at most 10 requests more than the emptiest: who has seen a tenth of the prompt or
+    more, else who has seen least of all; else by chance of two.
+    """
+
+    most_apart: int = 10
+    least_share: float = 0.1
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    _sent: _Sent = field(default_factory=_Sent)
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
+        """Choose."""
+        replicas = fleet.rotation(now)
+        loads = [one.in_flight for one in replicas]
+        if max(loads) - min(loads) > self.most_apart:
+            chosen = _by_chance(replicas, self.rng)
+        else:
+            chosen = max(replicas, key=lambda one: self._sent.share(one, ask))
+            if self._sent.share(chosen, ask) < self.least_share:
+                chosen = min(replicas, key=self._sent.total)
+        return self._sent.note(chosen.name, ask)
+
+
+@dataclass
+class SglangCacheAware:
+    """SGLang's gateway, cache_aware.
+
+    Unbalanced is a fleet whose fullest replica has more than 16 requests, and a fifth, more than the emptiest: then the
+    emptiest. Else who has seen three tenths of the prompt or more, else who has seen least of all.
+    """
+
+    most_apart: int = 16
+    most_times: float = 1.2
+    least_share: float = 0.3
+    _sent: _Sent = field(default_factory=_Sent)
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
+        """Choose."""
+        replicas = fleet.rotation(now)
+        loads = [one.in_flight for one in replicas]
+        if max(loads) - min(loads) > self.most_apart and max(loads) > self.most_times * min(loads):
+            chosen = min(replicas, key=lambda one: one.in_flight)
+        else:
+            chosen = max(replicas, key=lambda one: self._sent.share(one, ask))
+            if self._sent.share(chosen, ask) < self.least_share:
+                chosen = min(replicas, key=self._sent.total)
+        return self._sent.note(chosen.name, ask)
+
+
+@dataclass
+class LlmD:
+    """llm-d's scorers by its default weights: 3 for the prefix, 2 for the queue, 2 for free KV memory."""
+
+    prefix: float = 3.0
+    queue: float = 2.0
+    memory: float = 2.0
+    _sent: _Sent = field(default_factory=_Sent)
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
+        """Choose the highest score; of equals who has waited longest for a request."""
+        replicas = fleet.rotation(now)
+        waiting = [0 if one.report is None else one.report.waiting for one in replicas]
+        most, span = max(waiting), max(waiting) - min(waiting)
+
+        def score(one: Replica) -> float:
+            report = one.report
+            empty = 1.0 if span == 0 or report is None else (most - report.waiting) / span
+            free = 1.0 if report is None else max(0.0, 1 - report.context_tokens / report.pool_tokens)
+            return self.prefix * self._sent.share(one, ask) + self.queue * empty + self.memory * free
+
+        chosen = max(replicas, key=lambda one: (score(one), -one.sent_s, one.name))
+        return self._sent.note(chosen.name, ask)
+
+
+RIVALS: Mapping[str, Callable[[], Router]] = {
+    "power of two": PowerOfTwo, "Ray's prefix": RayPrefix, "SGLang's": SglangCacheAware, "llm-d's": LlmD,
+}  # fmt: skip
+"""By the names of rows."""
