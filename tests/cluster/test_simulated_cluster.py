@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_ext.cluster.fleet import Ask, Fleet
 from vllm_ext.cluster.report import session_key
 from vllm_ext.cluster.routing import ROUTERS, make_router
 from vllm_ext.cluster.simulated import SimulatedCluster, simulate_cluster
@@ -68,6 +69,16 @@ def test_every_request_is_served_once_whoever_routes(router: str) -> None:
     assert 0 <= run.whole.counters["mean_kv_used_fraction"] <= 1
     assert run.whole.gaps.count == sum(one.gaps.count for one in run.replicas)
     assert run.whole.gaps.max_s == max(one.gaps.max_s for one in run.replicas)
+
+
+def test_a_policy_of_ones_own_may_route() -> None:
+    class Last:
+        def choose(self, _ask: Ask, fleet: Fleet, _now: float) -> str:
+            return max(fleet.replicas)
+
+    run = simulate_cluster(spec_of({**SINGLE, "num_requests": 20}), replicas=2, router=Last())
+    assert [len(one.requests) for one in run.replicas] == [0, 20]
+    assert run.whole.label == "2 x upstream-fcfs, Last"
 
 
 def test_the_same_run_twice_is_the_same() -> None:

@@ -201,14 +201,17 @@ class SimulatedCluster:
         self.replicas[chosen].engine.deliver(request)
 
 
-def simulate_cluster(spec: SimulationSpec, *, replicas: int, router: str, report_s: float = 0.5) -> ClusterRun:
+def simulate_cluster(
+    spec: SimulationSpec, *, replicas: int, router: str | Router, report_s: float = 0.5, label: str = ""
+) -> ClusterRun:
     """Serve a workload by equal replicas behind a router, in virtual time.
 
     Args:
         spec: Describes a replica, and the workload of all.
         replicas: How many.
-        router: Of `routing.ROUTERS`.
+        router: A name of `routing.ROUTERS`, or a policy of one's own, which serves this run alone.
         report_s: Virtual seconds between reports of a replica.
+        label: For legends; by default what is served by whom.
 
     Raises:
         ValueError: (ConfigError included) the description or a number asks for what can't be; the message names it.
@@ -216,11 +219,13 @@ def simulate_cluster(spec: SimulationSpec, *, replicas: int, router: str, report
     """
     began, resolved = time.perf_counter(), resolve(spec)
     with rare_collections(), quiet_vllm():
-        cluster = SimulatedCluster(resolved, replicas=replicas, router=make_router(router), report_s=report_s)
+        chosen = make_router(router) if isinstance(router, str) else router
+        cluster = SimulatedCluster(resolved, replicas=replicas, router=chosen, report_s=report_s)
         cluster.run()
         wall_s = time.perf_counter() - began
         runs = [run_data(one.engine, resolved, wall_s=wall_s) for one in cluster.replicas.values()]
-    label = f"{replicas} x {spec.engine.system}, {router}"
+    name = router if isinstance(router, str) else type(router).__name__
+    label = label or f"{replicas} x {spec.engine.system}, {name}"
     return ClusterRun(replicas=runs, whole=_together(runs, label), moved=cluster.moved)
 
 
