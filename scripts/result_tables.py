@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from result_file import Result
@@ -105,16 +106,12 @@ def papers_left_out(root: Path) -> str:  # noqa: ARG001 - it is in the code
     """Figures and tables of papers that no experiment measures, and why."""
     rows = [[paper, what, why] for paper, module in _LEFT_OUT.items()
             for what, why in import_module(f"vllm_ext.experiments.papers.{module}").NOT_SIMULATED.items()]  # fmt: skip
-    rows += [["BatchMaker", what, why] for what, why in _BATCHMAKER_LEFT_OUT.items()]
     return Table(["paper", "not measured", "why"], rows).markdown()
 
 
 _LEFT_OUT = {"ALISE": "alise_costs", "Sarathi-Serve": "sarathi_costs", "AccelGen": "accelgen_batches",
-             "Past-Future": "past_future_engines", "Pensieve": "pensieve_costs"}  # fmt: skip
-_BATCHMAKER_LEFT_OUT = {
-    "Figures 2.1, 2.2, 2.4, 2.6 and 2.12": "drawings",
-    "Figure 2.10": "the data set's lengths, which the workload is drawn from",
-}
+             "Past-Future": "past_future_engines", "Pensieve": "pensieve_costs",
+             "BatchMaker": "batchmaker"}  # fmt: skip
 
 
 def _number(value: float | None) -> str:
@@ -192,7 +189,7 @@ def gpu_decode(root: Path) -> str:
     found, rows = _device(root, "decode", "steps")["settings"], []
     for name in [name for name in found["stock"] if name.endswith("_ms")]:
         batch, context = name.removeprefix("batch_").removesuffix("_ms").split("_context_")
-        middle = {one: sorted(found[one][name])[1] for one in ("stock", "alise")}
+        middle = {one: median(found[one][name]) for one in ("stock", "alise")}
         ratio = found["alise"][f"{name.removesuffix('_ms')}_over_stock"]
         rows.append([batch, context, f"{middle['stock']:.2f}", f"{middle['alise']:.2f}", f"{ratio:.3f}"])
     return Table(["requests", "context", "vLLM, ms", "`alise`, ms", "ratio"], rows).markdown()

@@ -7,6 +7,7 @@ prefix in what it sent before, a conversation's tokens stand for it: that is wha
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,36 @@ class PowerOfTwo:
 
 
 @dataclass
-class RayPrefix:
+class _Affinity(ABC):
+    """In an even fleet who has seen enough of the prompt, else who has seen least of all."""
+
+    most_apart: int
+    """Requests that the fullest replica may have more than the emptiest."""
+    least_share: float
+    """Of the prompt."""
+    _sent: _Sent = field(default_factory=_Sent)
+
+    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
+        """Choose."""
+        replicas = fleet.rotation(now)
+        loads = [one.in_flight for one in replicas]
+        if self._is_uneven(min(loads), max(loads)):
+            chosen = self._where_uneven(replicas)
+        else:
+            chosen = max(replicas, key=lambda one: self._sent.share(one, ask))
+            if self._sent.share(chosen, ask) < self.least_share:
+                chosen = min(replicas, key=self._sent.total)
+        return self._sent.note(chosen.name, ask)
+
+    def _is_uneven(self, least: int, most: int) -> bool:
+        return most - least > self.most_apart
+
+    @abstractmethod
+    def _where_uneven(self, replicas: Sequence[Replica]) -> Replica: ...
+
+
+@dataclass
+class RayPrefix(_Affinity):
     """Ray Serve LLM 2.60, PrefixCacheAffinityRouter.
 
     As long as the fullest replica has at most 10 requests more than the emptiest: who has seen a tenth of the prompt or
@@ -64,23 +94,13 @@ class RayPrefix:
     most_apart: int = 10
     least_share: float = 0.1
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-    _sent: _Sent = field(default_factory=_Sent)
 
-    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
-        """Choose."""
-        replicas = fleet.rotation(now)
-        loads = [one.in_flight for one in replicas]
-        if max(loads) - min(loads) > self.most_apart:
-            chosen = _by_chance(replicas, self.rng)
-        else:
-            chosen = max(replicas, key=lambda one: self._sent.share(one, ask))
-            if self._sent.share(chosen, ask) < self.least_share:
-                chosen = min(replicas, key=self._sent.total)
-        return self._sent.note(chosen.name, ask)
+    def _where_uneven(self, replicas: Sequence[Replica]) -> Replica:
+        return _by_chance(replicas, self.rng)
 
 
 @dataclass
-class SglangCacheAware:
+class SglangCacheAware(_Affinity):
     """SGLang's gateway, cache_aware.
 
     Unbalanced is a fleet whose fullest replica has more than 16 requests, and a fifth, more than the emptiest: then the
@@ -88,21 +108,14 @@ class SglangCacheAware:
     """
 
     most_apart: int = 16
-    most_times: float = 1.2
     least_share: float = 0.3
-    _sent: _Sent = field(default_factory=_Sent)
+    most_times: float = 1.2
 
-    def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
-        """Choose."""
-        replicas = fleet.rotation(now)
-        loads = [one.in_flight for one in replicas]
-        if max(loads) - min(loads) > self.most_apart and max(loads) > self.most_times * min(loads):
-            chosen = min(replicas, key=lambda one: one.in_flight)
-        else:
-            chosen = max(replicas, key=lambda one: self._sent.share(one, ask))
-            if self._sent.share(chosen, ask) < self.least_share:
-                chosen = min(replicas, key=self._sent.total)
-        return self._sent.note(chosen.name, ask)
+    def _is_uneven(self, least: int, most: int) -> bool:
+        return super()._is_uneven(least, most) and most > self.most_times * least
+
+    def _where_uneven(self, replicas: Sequence[Replica]) -> Replica:
+        return min(replicas, key=lambda one: one.in_flight)
 
 
 @dataclass

@@ -116,7 +116,7 @@ def kinds(shapes: Iterable[StepShape], seconds: Sequence[float], cost: Fitted) -
     found: dict[str, dict[str, float]] = {}
     steps = [(shape, taken) for shape, taken in zip(shapes, seconds, strict=False) if shape.num_tokens]
     for kind, alone in (("decodes alone", True), ("with prompts", False)):
-        chosen = [(shape, taken) for shape, taken in steps if (shape.num_tokens == shape.num_decodes) is alone]
+        chosen = [(shape, taken) for shape, taken in steps if (not shape.num_prefill_tokens) is alone]
         if chosen:
             found[kind] = {
                 "steps": len(chosen),

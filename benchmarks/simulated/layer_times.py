@@ -21,9 +21,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
-from scipy.optimize import minimize
+import device_fit
 
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
@@ -85,13 +85,7 @@ def errors(layers: Iterable[Layer], device: Device) -> list[float]:
 def fitted(layers: Sequence[Layer], device: Device, constants: Sequence[str]) -> Device:
     """Return the device with those constants with which its layers are nearest to what was published."""
 
-    def error(values: Sequence[float]) -> float:
-        if not all(0 < value <= 1 for value in values):
-            return math.inf
-        return fmean(errors(layers, replace(device, **dict(zip(constants, values, strict=True)))))
-
-    found = minimize(error, [getattr(device, name) for name in constants], method="Nelder-Mead").x
-    return replace(device, **dict(zip(constants, map(float, found), strict=True)))
+    return device_fit.fitted(device, constants, lambda one: errors(layers, one))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -20,10 +20,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
-from scipy.optimize import minimize
+import device_fit
 
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.provenance import RESULTS
@@ -78,14 +78,7 @@ def errors(steps: Iterable[Step], device: Device) -> list[float]:
 def fitted(steps: Sequence[Step], device: Device) -> Device:
     """Return the device with those constants with which its steps are nearest to what was measured."""
 
-    def changed(values: Sequence[float]) -> Device:
-        return replace(device, **dict(zip(FITTED, map(float, values), strict=True)))
-
-    def error(values: Sequence[float]) -> float:
-        return fmean(errors(steps, changed(values))) if all(0 < value <= 1 for value in values) else math.inf
-
-    start = [getattr(device, name) for name in FITTED]
-    return changed(minimize(error, start, method="Nelder-Mead", options={"maxiter": 3000}).x)
+    return device_fit.fitted(device, FITTED, lambda one: errors(steps, one))
 
 
 def crossed(steps: Sequence[Step], device: Device) -> list[float]:
@@ -102,6 +95,7 @@ def main(argv: Sequence[str]) -> None:
     args = argument_parser(__doc__).parse_args(argv)
     steps, device, other = read(MEASURED), find_device("h200"), find_device("h100")
     borrowed = replace(device, **{name: getattr(other, name) for name in FITTED})
+    best = fitted(steps, borrowed)
     found = {OTHERS: errors(steps, borrowed), CROSSED: crossed(steps, borrowed), TABLE: errors(steps, device)}
     rows, metrics = [], {}
     for kind in ("all", *_KINDS):
@@ -116,7 +110,7 @@ def main(argv: Sequence[str]) -> None:
             name="step_grid",
             command=command(argv, __file__),
             config={"columns": header, "rows": rows, "model": MODEL.name,
-                    "constants": {name: getattr(fitted(steps, borrowed), name) for name in FITTED}},
+                    "constants": {name: getattr(best, name) for name in FITTED}},
             seed=args.seed,
             workload=Workload(name="steps of a GPU", rows=len(steps),
                               sha256=hashlib.sha256(MEASURED.read_bytes()).hexdigest()),

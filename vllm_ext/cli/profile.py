@@ -226,16 +226,15 @@ def report(profile: Profile) -> str:
 def objectives_report(profile: Profile) -> str:
     """Return the objectives for gaps between tokens that Sarathi-Serve sets on such a device, section 5.1."""
     from vllm_ext.step_time.runtime import RuntimeModel, StepFeatures
+    from vllm_ext.systems.sarathi import TbtBudget
 
-    step_ms = 1000 * RuntimeModel(profile.coefficients).step_time_s(StepFeatures(_DECODES, 0, _DECODES * _CONTEXT))
+    decodes, context = TbtBudget.reference_decodes, TbtBudget.reference_context
+    step_ms = 1000 * RuntimeModel(profile.coefficients).step_time_s(StepFeatures(decodes, 0, decodes * context))
     strict, relaxed = (f"--tbt-slo-ms {times * step_ms:.3g}" for times in (5, 25))
     return (
-        f"gaps between tokens by Sarathi-Serve's rule, times {step_ms:.3g} ms for {_DECODES} decodes of {_CONTEXT} "
+        f"gaps between tokens by Sarathi-Serve's rule, times {step_ms:.3g} ms for {decodes} decodes of {context} "
         f"tokens: {strict} (strict, 5 x), {relaxed} (relaxed, 25 x)"
     )
-
-
-_DECODES, _CONTEXT = 32, 4096
 
 
 def pivot_report(found: PivotFound | None) -> str:

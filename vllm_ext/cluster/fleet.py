@@ -175,7 +175,13 @@ class Fleet:
         return not (rested and (replica.report is None or replica.heard_s > replica.failed_s))
 
     def rotation(self, now: float) -> list[Replica]:
-        """Return those to choose from, by name: who has reported, if anybody has; all of them, if all are out."""
+        """Return those to choose from, by name: who has reported, if anybody has; all of them, if all are out.
+
+        Raises:
+            LookupError: there is none.
+        """
+        if not self.replicas:
+            raise LookupError("no replica is known")
         fit = [replica for replica in self.replicas.values() if not self.is_out(replica, now)]
         told = [replica for replica in fit if replica.report is not None]
         return told or fit or [*self.replicas.values()]

@@ -32,12 +32,6 @@ def _least(replicas: Sequence[Replica]) -> Replica:
     return min(replicas, key=lambda replica: (replica.requests, replica.sent_s, replica.name))
 
 
-def _rotation(fleet: Fleet, now: float) -> list[Replica]:
-    if found := fleet.rotation(now):
-        return found
-    raise LookupError("no replica is known")
-
-
 @dataclass
 class RoundRobin:
     """One after the other."""
@@ -46,7 +40,7 @@ class RoundRobin:
 
     def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:  # noqa: ARG002 - whatever is asked
         """Return the next one by name."""
-        names = [replica.name for replica in _rotation(fleet, now)]
+        names = [replica.name for replica in fleet.rotation(now)]
         self._last = next((name for name in names if name > self._last), names[0])
         return self._last
 
@@ -57,7 +51,7 @@ class Least:
 
     def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:  # noqa: ARG002 - whatever is asked
         """Return the least loaded."""
-        return _least(_rotation(fleet, now)).name
+        return _least(fleet.rotation(now)).name
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Hashed:
 
     def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
         """Return the one of highest weight."""
-        replicas = _rotation(fleet, now)
+        replicas = fleet.rotation(now)
         if ask.session is None:
             return _least(replicas).name
         text = ask.session
@@ -84,7 +78,7 @@ class Home:
 
     def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
         """Return the home, or the least loaded."""
-        replicas = _rotation(fleet, now)
+        replicas = fleet.rotation(now)
         least, home = _least(replicas), fleet.home(ask, replicas)
         return home.name if home is not None and home.requests - least.requests <= self.most_above else least.name
 
@@ -113,7 +107,7 @@ class Marginal:
 
     def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
         """Return the cheapest, or the home; without any report the home, or the least loaded."""
-        replicas = _rotation(fleet, now)
+        replicas = fleet.rotation(now)
         told = [(one, one.report) for one in replicas if one.report is not None]
         output = sum(report.output_tokens for _, report in told) / max(1, len(told))
         costs = {one.name: self.cost(ask, one, report, output) for one, report in told}

@@ -51,12 +51,8 @@ class ClusterRun:
 class _Replica:
     """An engine, and what it reports of itself."""
 
-    name: str
     engine: SimulatedEngine
     prices: Prices
-    seats: int
-    pool_tokens: int
-    block_size: int
     number: int = 0
     output_tokens: float = 256.0
     residency: Residency = field(init=False)
@@ -70,12 +66,12 @@ class _Replica:
         running, waiting = scheduler.get_request_counts()
         queue = [one for one in scheduler.requests.values() if one.status is not RequestStatus.RUNNING]
         begun = sum(max(0, one.num_prompt_tokens - one.num_computed_tokens) for one in scheduler.running)
-        pool = scheduler.kv_cache_manager.block_pool
-        used = (pool.num_gpu_blocks - pool.get_num_free_blocks()) * self.block_size
+        pool, size = scheduler.kv_cache_manager.block_pool, scheduler.block_size
+        used = (pool.num_gpu_blocks - pool.get_num_free_blocks()) * size
         return LoadReport(
-            number=self.number, running=running, waiting=waiting, seats=self.seats,
+            number=self.number, running=running, waiting=waiting, seats=scheduler.max_num_running_reqs,
             prefill_tokens=begun + self.residency.uncached_tokens(queue),
-            context_tokens=used + sum(one.num_tokens for one in queue), pool_tokens=self.pool_tokens,
+            context_tokens=used + sum(one.num_tokens for one in queue), pool_tokens=pool.num_gpu_blocks * size,
             output_tokens=self.output_tokens, prices=self.prices, resident=self.residency.held(),
         )  # fmt: skip
 
@@ -134,12 +130,9 @@ class SimulatedCluster:
             host_token_s=resolved.hardware.kv_bytes_per_block(size) / size / link_bytes_per_s,
         )  # fmt: skip
         self.replicas = {
-            name: _Replica(
-                name, make_engine(resolved, build_scheduler(resolved), _Handed(self, name), cost), prices,
-                resolved.limits.max_num_seqs, resolved.num_blocks * size, size,
-            )
+            name: _Replica(make_engine(resolved, build_scheduler(resolved), _Handed(self, name), cost), prices)
             for name in (f"replica-{number}" for number in range(replicas))
-        }  # fmt: skip
+        }
         # What was sent before a report is taken is in it: the way takes no time here.
         self.fleet = Fleet(stale_s=4 * report_s + 1, lag_s=0.0)
         self.fleet.consist_of(self.replicas)

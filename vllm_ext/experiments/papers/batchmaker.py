@@ -18,6 +18,11 @@ from vllm_ext.report.table import Table
 if TYPE_CHECKING:
     from vllm_ext.experiments.batching.curves import Manner, Point, Requests
 
+NOT_SIMULATED = {
+    "Figures 2.1, 2.2, 2.4, 2.6 and 2.12": "drawings",
+    "Figure 2.10": "the data set's lengths, which the workload is drawn from",
+}
+"""Figures without an experiment, and why."""
 OURS, PADDED = "batchmaker", "padded"
 SYSTEM = "The system is the scheduler of `vllm-ext cellular`, in order of arrival; the systems table has no such row."
 DEVICE = (
