@@ -114,24 +114,34 @@ class SimulatedEngine:
         """
         self._arrivals = self._workload.start()
         self._plan_next_arrival()
+        ends_s = math.inf if max_time_s is None else max_time_s
         steps = 0
         while True:
             now = self.clock()
             self._receive(now)
-            if max_time_s is not None and now >= max_time_s:
+            if now >= ends_s:
                 self._cut_off(now)
                 return
-            wanted = self.scheduler.has_requests()
-            if wanted or self._in_flight:
-                self._step(wanted)
+            if self._step_if_wanted():
                 steps += 1
                 if self._on_progress is not None and steps % _PROGRESS_EVERY == 0:
                     self._on_progress(self.clock(), len(self.collector.table))
-                continue
-            upcoming = self._events.next_time_s()
-            if upcoming is None:
+            elif not self._sleep(ends_s):
                 return
-            self._advance_to(upcoming if max_time_s is None else min(upcoming, max_time_s))
+
+    def _step_if_wanted(self) -> bool:
+        """Take a step, where there are requests or one is under way; return whether."""
+        wanted = self.scheduler.has_requests()
+        if found := wanted or bool(self._in_flight):
+            self._step(wanted)
+        return found
+
+    def _sleep(self, until_s: float = math.inf) -> bool:
+        """Go on to the next arrival, but no further than a moment; return whether there is one."""
+        upcoming = self._events.next_time_s()
+        if upcoming is not None:
+            self._advance_to(min(upcoming, until_s))
+        return upcoming is not None
 
     # --- one of several under one clock, which hands it its requests ------------------------------------------------
 
@@ -157,11 +167,8 @@ class SimulatedEngine:
             Stalled: as `run`.
         """
         self._receive(self.clock())
-        wanted = self.scheduler.has_requests()
-        if wanted or self._in_flight:
-            self._step(wanted)
-        elif (upcoming := self._events.next_time_s()) is not None:
-            self._advance_to(upcoming)
+        if not self._step_if_wanted():
+            self._sleep()
 
     def stop(self, at_s: float) -> None:
         """End at a moment that is reached, or at which nothing is left to do; who is served is unfinished."""
