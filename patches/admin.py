@@ -1,11 +1,11 @@
-"""Adds the routes of the admin endpoint to the API server; installed only with ``admin`` or ``kv_tier.admin``.
+"""Adds our routes to the API server; installed only with ``admin``, ``kv_tier.admin`` or ``load_report``.
 
 Upstream symbol: ``load_endpoint_plugins``, which vLLM asks for plugins that add routes, right before it builds its
 application. Seams tried: an entry point in the group ``vllm.endpoint_plugins`` is what we add, but vLLM loads it only
 if the user names it in ``VLLM_PLUGINS``, and warns of it in every server where that is not set; naming it there besides
 ``--ext-admin`` would say the same thing twice, and would switch off all plugins that are not named. A
 ``--middleware`` is called before the API key was checked.
-Breaks without: no admin endpoint.
+Breaks without: no admin endpoint, no load reports over HTTP.
 Can go: when a plugin that is asked for by an option of its own need not be named in ``VLLM_PLUGINS``.
 """
 
@@ -33,10 +33,10 @@ HOOKS = (
         target="vllm.plugins:load_endpoint_plugins",
         feature="admin endpoint",
         why="endpoint plugins are loaded only if VLLM_PLUGINS names them, which switches off all others",
-        breaks_without="policies can't be switched over HTTP, nor conversations in the KV tier listed or dropped",
+        breaks_without="over HTTP no policy is switched, no conversation in the KV tier dropped, and no load told",
         remove_when="a plugin that an option of its own asks for need not be named in VLLM_PLUGINS",
         replacement=_load_endpoint_plugins,
-        leave_out="--ext-admin, --kv-tier-admin",
+        leave_out="--ext-admin, --kv-tier-admin, --ext-load-report",
         optional=True,
     ),
 )

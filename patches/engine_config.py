@@ -46,7 +46,7 @@ def _with_scheduler(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     config, scheduler_cls = arguments.validate(self.scheduler_cls, self.additional_config or {})
     arguments.refuse_oracle(config, usage)
     config = host_memory.load_between_steps(host_memory.with_host_memory(config, self.kv_transfer_config))
-    if features.opens_admin(config, usage):
+    if config.admin_parts and features.adds_routes(config, usage):
         envs.admin_key()  # refuses to start without one
     chosen, transfer = self.scheduler_cls, self.kv_transfer_config
 

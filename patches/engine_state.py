@@ -3,8 +3,8 @@
 Upstream symbol: ``EngineCore``; the calls get names that vLLM does not use. Seams tried: ``SchedulerStats`` is a fixed
 structure, and vLLM drops fields it does not know on the way to the front end; utility calls are dispatched by name on
 ``EngineCore`` and are the one channel that carries a dictionary of ours.
-Breaks without: no ``vllm_ext:*`` metrics, no request log, no predictions that come after a request was queued, and no
-admin endpoint.
+Breaks without: no ``vllm_ext:*`` metrics, no request log, no predictions that come after a request was queued, no
+admin endpoint, and nothing for routers to go by.
 Can go: when a scheduler can send statistics of its own.
 """
 
@@ -44,6 +44,12 @@ def vllm_ext_policy(self: Any, wanted: dict[str, Any] | None) -> dict[str, Any]:
     return answer
 
 
+def vllm_ext_load(self: Any) -> dict[str, Any]:
+    """Return how loaded the engine is, and whose KV it has, as ``LoadReport.parse`` reads it."""
+    report: dict[str, Any] = self.scheduler.load_reporter.report().as_dict()
+    return report
+
+
 HOOKS: tuple[Hook, ...] = (
     Addition(
         target="vllm.v1.engine.core:EngineCore.vllm_ext_state",
@@ -76,5 +82,13 @@ HOOKS: tuple[Hook, ...] = (
         breaks_without="the policies of a server that runs can't be switched off",
         remove_when="a front-end plugin can speak to the scheduler",
         value=vllm_ext_policy,
+    ),
+    Addition(
+        target="vllm.v1.engine.core:EngineCore.vllm_ext_load",
+        feature="load report",
+        why="utility calls are the one way from a front end to its scheduler, and are dispatched by name",
+        breaks_without="routers can't be told how loaded the engine is, nor whose KV it has",
+        remove_when="a front-end plugin can speak to the scheduler",
+        value=vllm_ext_load,
     ),
 )

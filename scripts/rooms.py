@@ -33,7 +33,7 @@ LAYERS = """
     simulation
     patches
     launch
-    admin predictor slo metrics token_memory
+    admin predictor slo metrics token_memory routing
     scheduling
     kv attention
     systems

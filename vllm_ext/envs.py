@@ -25,6 +25,12 @@ LEAST_KEY_CHARS = 16
 PREDICTOR = "VLLM_EXT_PREDICTOR"
 """Set by a server for its API servers, not by users: the random name of the predictor that they share."""
 
+COLOCATED_PREDICTOR = "VLLM_EXT_COLOCATED_PREDICTOR"
+"""Set by ``vllm-ext cluster`` for its replicas: the name of the predictor that those of one machine share."""
+
+REPORT_S, HANG_S = "VLLM_EXT_REPORT_S", "VLLM_EXT_HANG_S"
+"""Set by ``vllm-ext cluster`` for its replicas: seconds between reports, and without a step until one has hung."""
+
 COMMIT = "VLLM_EXT_COMMIT"
 """The commit that results are of, where sources run without their repository (benchmarks only)."""
 
@@ -42,6 +48,39 @@ def cache_dir() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser() / "vllm-ext"
     return Path.home() / ".cache" / "vllm-ext"
+
+
+def colocated_predictor() -> str:
+    """Return the name of the predictor that the engines of this machine share; empty: each has its own.
+
+    Raises:
+        ValueError: it is no name.
+    """
+    name = os.environ.get(COLOCATED_PREDICTOR, "")
+    if not (name.isascii() and name.isalnum() and len(name) <= 64) and name:
+        raise ValueError(f"{COLOCATED_PREDICTOR}={name!r}: must be up to 64 letters and digits")
+    return name
+
+
+def report_s() -> float:
+    """Return the seconds between a replica's reports. Raises ValueError if they are no number above 0."""
+    return _seconds(REPORT_S, 0.5)
+
+
+def hang_s() -> float:
+    """Return the seconds after which a replica without a step has hung. Raises ValueError as `report_s` does."""
+    return _seconds(HANG_S, 60.0)
+
+
+def _seconds(name: str, usual: float) -> float:
+    text = os.environ.get(name)
+    try:
+        found = usual if text is None else float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise ValueError(f"{name}={text!r}: must be a number of seconds greater than 0")
+    return found
 
 
 def commit() -> str:

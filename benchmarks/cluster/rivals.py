@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_ext.cluster.fleet import Ask, Fleet, Replica
-from vllm_ext.cluster.routing import Router
+from vllm_ext.routing.fleet import Ask, Fleet, Replica
+from vllm_ext.routing.routers import Router
 
 
 def _by_chance(replicas: Sequence[Replica], rng: random.Random) -> Replica:

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from vllm_ext.cluster.fleet import Ask, Fleet
-from vllm_ext.cluster.report import LoadReport, Prices
+from vllm_ext.routing.fleet import Ask, Fleet
+from vllm_ext.scheduling.load_report.report import LoadReport, Prices
 
 PRICES = Prices(base_s=0.01, prefill_token_s=1e-4, decode_s=1e-4, context_token_s=1e-7)
 

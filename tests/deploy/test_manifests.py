@@ -7,6 +7,8 @@ from typing import Any
 import yaml
 
 from tests.deploy.expressions import DEPLOY
+from vllm_ext.cluster.config import ENVIRONMENT, ClusterOptions, Replica, serve_config
+from vllm_ext.metrics import engine
 from vllm_ext.systems import compose
 
 OBJECTS: dict[str, dict[str, Any]] = {
@@ -77,3 +79,33 @@ def test_the_image_is_vllms_of_the_version_that_was_verified() -> None:
     assert len(lines) == 2
     assert lines[0] == "FROM vllm/vllm-openai:v0.32.0"
     assert lines[1].startswith("RUN ")
+
+
+def test_the_ray_service_says_what_the_command_prints_and_sets_the_environment_everywhere() -> None:
+    """As `vllm-ext cluster serve MODEL --replicas 4 --scheduler-cls alise --kv-tier-gib 16 --print-config`."""
+    service = yaml.safe_load((DEPLOY / "rayservice.yaml").read_text())
+    model, tier = "meta-llama/Llama-3.1-8B-Instruct", {"kv_tier": {"gib": 16.0}}
+    kwargs = {"scheduler_cls": "alise", "additional_config": {"vllm_ext": tier}}
+    replica = Replica(model=model, name=model, host="0.0.0.0", port=8000, engine_kwargs=kwargs, on_cpu=False)
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    assert yaml.safe_load(service["spec"]["serveConfigV2"]) == serve_config(replica, ClusterOptions(replicas=4))
+    cluster = service["spec"]["rayClusterConfig"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == 4
+    for pod in (cluster["headGroupSpec"]["template"], workers["template"]):
+        (container,) = pod["spec"]["containers"]
+        assert {each["name"]: each["value"] for each in container["env"]} == ENVIRONMENT
+    (shm,) = workers["template"]["spec"]["volumes"]
+    assert gib(container["resources"]["limits"]["memory"]) >= 16 + gib(shm["emptyDir"]["sizeLimit"]) + 16
+
+
+def test_llm_d_reads_metrics_that_there_are_and_its_parts_fit_together() -> None:
+    config = yaml.safe_load((DEPLOY / "llm-d-epp-config.yaml").read_text())
+    plugins = {each["type"]: each.get("parameters", {}) for each in config["plugins"]}
+    named = {each["pluginRef"] for profile in config["schedulingProfiles"] for each in profile["plugins"]}
+    assert named | {config["saturationDetector"]["pluginRef"]} <= plugins.keys()
+    (mapped,) = plugins["core-metrics-extractor"]["engineConfigs"]
+    ours = {f"vllm_ext:load_{row.name}" for row in engine._LOAD_REPORT}
+    assert mapped["queuedRequestsSpec"] in ours
+    assert all(spec.startswith("vllm:") for name, spec in mapped.items() if name not in ("name", "queuedRequestsSpec"))
+    assert plugins["utilization-detector"]["queueDepthThreshold"] > 1000, "tokens, not requests"

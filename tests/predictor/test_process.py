@@ -17,10 +17,12 @@ from vllm_ext.config import PredictorConfig
 from vllm_ext.predictor import process as process_module
 from vllm_ext.predictor.process import (
     CANNOT_START,
+    TAKEN,
     PredictorProcess,
     WorkerOptions,
     remove_dead_sockets,
     socket_path,
+    take,
 )
 
 from .parts import alive, make_config, until
@@ -31,8 +33,10 @@ IGNORE = "import signal, time; signal.signal(15, signal.SIG_IGN); "
 class Scripted(PredictorProcess):
     """Runs a line of Python instead of a predictor."""
 
-    def __init__(self, folder: Path, line: str = "import time; time.sleep(3600)", **config: Any) -> None:
-        super().__init__(make_config(**config), folder, folder / "place" / "s")
+    def __init__(
+        self, folder: Path, line: str = "import time; time.sleep(3600)", *, shared: bool = False, **config: Any
+    ) -> None:
+        super().__init__(make_config(**config), folder, folder / "place" / "s", shared=shared)
         self.line = line
 
     @property
@@ -227,3 +231,40 @@ def test_sockets_of_killed_predictors_are_removed_and_no_others(tmp_path: Path) 
     assert (foreign / "predictor").exists()
     assert (young / "predictor").exists(), "somebody may be about to listen there"
     kept.close()
+
+
+def test_where_engines_share_it_one_starts_it_and_another_when_that_is_gone(
+    made: Callable[..., Scripted], tmp_path: Path
+) -> None:
+    """The place is held by the process itself; here by the test."""
+    process, place = made(shared=True), tmp_path / "place" / "s"
+    held = take(place)
+    assert held is not None
+    assert take(place) is None
+    for now in (0.0, 1.0, 1e6):
+        process.ensure(now)
+    assert (process.pid, process.starts) == (None, 0)
+    place.touch()
+    process.close()
+    assert place.exists(), "it is another one's"
+    os.close(held)
+    again = made(shared=True)
+    again.ensure(0.0)
+    assert again.pid is not None
+
+
+def test_who_came_too_late_is_no_failure(made: Callable[..., Scripted]) -> None:
+    process = made(f"raise SystemExit({TAKEN})", shared=True)
+    process.ensure(0.0)
+    until(lambda: gone(process, 0.0), "its end")
+    assert (process.starts, process.given_up) == (0, False)
+
+
+def test_a_place_that_cannot_be_made_is_tried_again_later(made: Callable[..., Scripted], tmp_path: Path) -> None:
+    (tmp_path / "place").write_text("a file")
+    process = made(shared=True)
+    process.ensure(0.0)
+    assert (process.pid, process.given_up) == (None, False)
+    (tmp_path / "place").unlink()
+    process.ensure(1e6)
+    assert process.pid is not None

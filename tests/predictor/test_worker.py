@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.extent import HANG_S
 from vllm_ext.predictor.messages import Answer, Ask
-from vllm_ext.predictor.process import CANNOT_START
+from vllm_ext.predictor.process import CANNOT_START, TAKEN
 
 from .parts import QUANTILES, alive, child_environment, noted, prompt, until
 from .worker_parts import FrontEnd, WorkerProcess, worker_command
@@ -219,3 +219,15 @@ def test_neither_side_of_the_service_imports_what_is_heavy() -> None:
     program += "print([m for m in ('torch', 'faiss', 'vllm', 'sentence_transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S)
     assert done.stdout.strip() == "[]"
+
+
+def test_of_several_for_one_place_the_first_serves_and_the_next_when_it_is_gone(start: Start) -> None:
+    first = start(shared=True)
+    front = first.connect().ready()
+    assert start(shared=True).ended() == TAKEN
+    first.process.send_signal(signal.SIGKILL)
+    first.ended()
+    front.close()
+    again = start(shared=True).connect().ready()
+    again.ask("a")
+    assert again.answer_to("a").source == "retrieval"

@@ -68,17 +68,20 @@ class FrontEnd:
         self._context.destroy(linger=0)
 
 
-def worker_command(folder: Path, *, patch: str = "", name: str = "p/s", **config: Any) -> list[str]:
+def worker_command(
+    folder: Path, *, patch: str = "", name: str = "p/s", shared: bool = False, **config: Any
+) -> list[str]:
     """What runs a predictor's process that learns every 20 ms; its parent is who starts it.
 
     Args:
         folder: Its own, with a short path.
         patch: Statements that change constants of its modules ``worker`` and ``learner``.
         name: Of the socket in the folder.
+        shared: Whether several may be started, of which one serves.
         config: As of `PredictorConfig`.
     """
     made = make_config(**config).model_dump(mode="json")
-    options = WorkerOptions(str(folder / name), str(folder / "kept"), 0, made)
+    options = WorkerOptions(str(folder / name), str(folder / "kept"), 0, made, shared)
     code = f"""
 import logging, os, sys
 from vllm_ext.predictor import learner, worker

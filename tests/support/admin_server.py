@@ -37,6 +37,7 @@ def server(
     *,
     tier: bool = True,
     policy: bool = True,
+    load: bool = False,
     key: str | None = KEY,
     api_key: str | None = API_KEY,
     root_path: str = "",
@@ -53,7 +54,7 @@ def server(
     plugin.attach_router(app)
     init_exception_handler(app)
     init_entrypoints_middleware(args, app, ())
-    options = {"vllm_ext": {"admin": policy, "kv_tier": {"gib": 1.0, "admin": tier}}}
+    options = {"vllm_ext": {"admin": policy, "load_report": load, "kv_tier": {"gib": 1.0, "admin": tier}}}
     engine: Any = Namespace(vllm_config=Namespace(additional_config=options), engine_core=client)
     asyncio.run(plugin.init_state(engine, app.state, args))
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}

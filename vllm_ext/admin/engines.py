@@ -1,8 +1,8 @@
 """An administrator's way to the engine cores of a server, below ``/vllm-ext`` on the server's own port.
 
 Not below ``/v1``, which is what clients reach with the server's API key. This has a key of its own,
-``VLLM_EXT_ADMIN_KEY``; no other opens it, and it opens nothing else. Every engine core that this server talks to is
-asked, and every answer names the engine that gave it.
+``VLLM_EXT_ADMIN_KEY``; no other opens it, and it opens nothing else. What routers read needs none. Every engine core
+that this server talks to is asked, and every answer names the engine that gave it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class Engines:
 
     Args:
         client: vLLM's client of them.
-        key: Of the endpoint.
-        parts: Of it that were asked for.
+        key: Of the parts that administrators reach; None: there are none.
+        parts: Of the endpoint that were asked for.
     """
 
-    def __init__(self, client: Any, key: str, parts: Collection[str]) -> None:
+    def __init__(self, client: Any, key: str | None, parts: Collection[str]) -> None:
         self._client = client
         self.parts = parts
-        self._key = _digest(key)  # of one length, so that a comparison says nothing of the key's
+        # Of one length, so that a comparison says nothing of the key's.
+        self._key = None if key is None else _digest(key)
 
     def __len__(self) -> int:
         return len(self._client.core_engines)
@@ -45,7 +46,8 @@ class Engines:
     def allows(self, authorization: str) -> bool:
         """Whether a header names the key."""
         scheme, _, key = authorization.partition(" ")
-        return secrets.compare_digest(_digest(key), self._key) and scheme.lower() == "bearer"
+        allowed = self._key is not None and secrets.compare_digest(_digest(key), self._key)
+        return allowed and scheme.lower() == "bearer"
 
     async def ask(self, utility: str, each: Iterable[Sequence[Any]]) -> list[Any]:
         """Return each engine's answer, in the order of their numbers.
@@ -74,17 +76,17 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def admitted(part: str) -> Callable[[Request], Engines]:
-    """Return what lets a request that has the key reach the engines, where this part was asked for.
+def admitted(part: str, *, keyed: bool = True) -> Callable[[Request], Engines]:
+    """Return what lets a request reach the engines, where this part was asked for.
 
-    It raises an `HTTPException`, 404: nobody asked for it; 401: this is not its key.
+    It raises an `HTTPException`, 404: nobody asked for it; 401: a ``keyed`` part, and this is not its key.
     """
 
     def engines_of(request: Request) -> Engines:
         engines: Engines | None = getattr(request.app.state, STATE, None)
         if engines is None or part not in engines.parts:
             raise HTTPException(HTTPStatus.NOT_FOUND, "Not Found")
-        if not engines.allows(request.headers.get("Authorization", "")):
+        if keyed and not engines.allows(request.headers.get("Authorization", "")):
             raise HTTPException(HTTPStatus.UNAUTHORIZED, "Unauthorized")
         return engines
 

@@ -15,6 +15,7 @@ from vllm_ext.cli import command
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "cellular": "serve models of many small steps, batched at every step",
+        "cluster": "serve a model by several replicas on Ray Serve",
         "compare": "send the same requests to several servers and say which is better",
         "demo": "serve a small model and show what vllm-ext does",
         "doctor": "say whether this installation works, and if not, why",

@@ -20,6 +20,7 @@ from vllm_ext.report.page import Chart, Page, Section, Verdict, facts_of, write
 from vllm_ext.report.plots import Series, lines
 from vllm_ext.report.results import without_folder
 from vllm_ext.report.table import Table
+from vllm_ext.routing.routers import ROUTERS
 from vllm_ext.simulation.cost.spec import notes
 from vllm_ext.simulation.plan import evidence, search
 from vllm_ext.simulation.plan.answer import Answer, Doubt, answer, doubt, nearest, parts_of_choice
@@ -99,7 +100,7 @@ def _plan(args: argparse.Namespace) -> int:
     made = _result(args, base, saturated, found, coarse, unsure, workload)
     everything = [metrics for runs in found.tried.metrics.values() for metrics in runs.values()]
     incomplete = left_out.lines(everything, base, workload)
-    price = None if args.price_per_hour is None else args.price_per_hour * base.hardware.tensor_parallel
+    price = None if args.price_per_hour is None else args.price_per_hour * base.hardware.tensor_parallel * args.replicas
     sections = _sections(found, saturated, unsure, base, price, parts)
     dropped = [f"dropped: {name}: {why}" for name, why in {**coarse.dropped, **found.rejected}.items()]
     advice = [line for section in sections for line in section.text.splitlines()]
@@ -187,7 +188,11 @@ def _sections(
     """What is advised, in words."""
     said = {
         "Recommended": _recommended(found, base),
-        "What it brings": [*_brings(found), *_helps(found, saturated), *_capacity(found, saturated, price, parts)],
+        "What it brings": [
+            *_brings(found),
+            *_helps(found, saturated),
+            *_capacity(found, saturated, price, parts, base.replicas),
+        ],
         "Who pays": [f"who pays: {line}" for line in found.who_pays],
         "What is in doubt": [] if unsure is None else _doubted(unsure),
         "What else": _more_memory(base),
@@ -293,7 +298,7 @@ def _gains(found: Answer, candidate: Candidate, load: float) -> str:
     )
 
 
-def _capacity(found: Answer, saturated: Saturation, price: float | None, parts: Parts) -> Iterator[str]:
+def _capacity(found: Answer, saturated: Saturation, price: float | None, parts: Parts, replicas: int) -> Iterator[str]:
     """What is carried, and at a price per hour of all devices what that costs."""
     before, now = found.carries_per_s
     counted = "conversations" if parts.counted(1.0) < 1 else "requests"
@@ -306,7 +311,10 @@ def _capacity(found: Answer, saturated: Saturation, price: float | None, parts: 
     tokens = run["output_tokens"] / run["requests"]
     for label, rate in {"as it is": before, "recommended": now}.items():
         if label == "as it is" or found.choice != DEFAULT:
-            cost, servers = price / 3600 / rate * parts.counted(1.0), math.ceil(saturated.own_rate_per_s / rate)
+            cost, servers = (
+                price / 3600 / rate * parts.counted(1.0),
+                math.ceil(replicas * saturated.own_rate_per_s / rate),
+            )
             per_token = f"{1e6 * cost / tokens:.3g} per million output tokens"
             needed = f"your load needs {servers} server{'s' if servers > 1 else ''}"
             yield f"cost {label}, at capacity: {1000 * cost:.3g} per 1,000 requests, {per_token}; {needed}"
@@ -457,6 +465,14 @@ def _parser() -> Parser:
     parser.add_argument(
         "--save", type=common_flags.output_file(), metavar="FILE",
         help="write the settings for vllm serve --ext-tuned FILE",
+    )  # fmt: skip
+    parser.add_argument(
+        "--replicas", type=common_flags.at_least(1), default=1, metavar="N",
+        help="equal servers that share the load, by vllm-ext cluster serve (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--router", choices=list(ROUTERS), default="", metavar="NAME",
+        help=f"of these: {', '.join(ROUTERS)} (default: marginal; vLLM as it is has round-robin)",
     )  # fmt: skip
     spec_flags.add_arguments(parser, systems=False)
     common_flags.add(

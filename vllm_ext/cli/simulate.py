@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.cli.command import FAILED, Parser, UsageError, guarded, need
-from vllm_ext.cluster.routing import ROUTERS
 from vllm_ext.report import common_flags, page, plots, results
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.page import Chart, Page, Section, Verdict
 from vllm_ext.report.table import Table
+from vllm_ext.routing.routers import ROUTERS
 from vllm_ext.simulation.measure import export
 from vllm_ext.simulation.measure.metrics import summarise, windows_of
 from vllm_ext.simulation.measure.perfetto import write_trace
@@ -120,7 +120,7 @@ def _run(spec: SimulationSpec, quiet: bool) -> RunData:
 
 def _run_clusters(specs: Sequence[SimulationSpec], args: argparse.Namespace) -> tuple[dict[str, RunData], Found]:
     """Simulate each system on replicas behind each router; vLLM is imported here."""
-    from vllm_ext.cluster.simulated import simulate_cluster
+    from vllm_ext.simulation.cluster import simulate_cluster
 
     runs, found = dict[str, RunData](), dict[str, dict[str, float]]()
     for spec in specs:

@@ -1,1 +1,1 @@
-"""Work over the machines of a Ray cluster."""
+"""Several engines behind one address, on Ray; and sweeps over the machines of a Ray cluster."""

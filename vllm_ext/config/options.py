@@ -156,6 +156,10 @@ class ExtConfig(Options):
     """Whether `/vllm-ext/policy` lets an administrator switch policies, token budget and bounds of objectives while the
     server runs, with the key in ``VLLM_EXT_ADMIN_KEY``."""
 
+    load_report: Annotated[bool, Flag("--ext-load-report")] = False
+    """Whether `/vllm-ext/load` tells routers how loaded each engine is, and by hashes of their ids whose KV it has.
+    Without a key, as `/metrics`: keep both from clients."""
+
     request_log: Annotated[Text | None, Flag("--ext-request-log", metavar="FILE")] = None
     """JSON-lines file that receives one line per finished request. Written by the front end, never on the step path."""
 

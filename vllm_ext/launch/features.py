@@ -104,9 +104,9 @@ def _not_verified(groups: tuple[str, ...]) -> str | None:
     return None
 
 
-def opens_admin(config: ExtConfig, usage_context: object) -> bool:
-    """Whether a process answers administrators."""
-    return usage_context in SERVERS and bool(config.admin_parts)
+def adds_routes(config: ExtConfig, usage_context: object) -> bool:
+    """Whether a process answers administrators, or routers."""
+    return usage_context in SERVERS and (bool(config.admin_parts) or config.load_report)
 
 
 def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
     groups = ["hints"]
     if usage_context in _HTTP:
         groups.append("http")
-    if opens_admin(config, usage_context):
+    if adds_routes(config, usage_context):
         groups.append("admin")
     if config.token_memory_mib:
         groups.append("token-memory")

@@ -91,6 +91,15 @@ def _of_shadow(name: str) -> Callable[[State], dict[str, Any]]:
     return read
 
 
+_LOAD_REPORT = (
+    Row(Gauge, "prefill_tokens", "prefill_tokens",
+        "Prompt tokens still to compute, of running and waiting requests, without those in the prefix cache."),
+    Row(Gauge, "context_tokens", "context_tokens",
+        "KV tokens that running requests hold, and that waiting ones will hold when they start."),
+    Row(Gauge, "queue_seconds", "queue_s", "Time that the prompt tokens still to compute take, by the runtime model."),
+    Row(Gauge, "step_seconds", "step_s", "Time of a step that decodes for all requests, by the runtime model."),
+    Row(Gauge, "step_age_seconds", "step_age_s", "Time since a step ended, while requests are there; else 0."),
+)  # fmt: skip
 _SHADOW = (
     Row(Counter, "requests", _of_shadow("outcomes"),
         "Requests by when they would have started in the order of a system that does not serve: sooner, later, same.",
@@ -183,6 +192,7 @@ _ATTENTION = (
 
 _PARTS = (
     ("", False, "", _ENGINE),
+    ("load_report", True, "load_", _LOAD_REPORT),
     ("shadow", True, "shadow_", _SHADOW),
     ("kv_tier", True, "kv_tier_", _TIER),
     ("kv_tier", False, "kv_tier_", _WITH_TIER),

@@ -110,14 +110,15 @@ def attach(engine: AsyncLLM | LLMEngine) -> Attached | None:
 
 def _make(config: ExtConfig, vllm_config: VllmConfig, client_index: int) -> Attached:
     model, options = vllm_config.model_config, config.predictor
-    shared = ""
-    if getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1:
+    colocated = envs.colocated_predictor()
+    shared = colocated
+    if not shared and getattr(vllm_config.parallel_config, "_api_process_count", 1) > 1:
         shared = envs.shared_predictor()
     path = socket_path(shared or secrets.token_hex(8))
     process = None
-    if client_index == 0 or not shared:
+    if client_index == 0 or not shared or colocated:
         folder = Path(options.folder) if options.folder else default_folder(model.model)
-        process = PredictorProcess(options, folder.absolute(), path)
+        process = PredictorProcess(options, folder.absolute(), path, shared=bool(colocated))
     served = model.served_model_name
     metrics = PredictorMetrics(served if isinstance(served, str) else served[0])
     service = PredictionClient(options, path, process, metrics)

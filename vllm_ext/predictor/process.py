@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import socket
@@ -23,6 +24,8 @@ logger = logging.getLogger("vllm.vllm_ext.predictor")
 
 CANNOT_START = 78
 """Exit status of the process when starting it again would not help."""
+TAKEN = 79
+"""Exit status of a process that finds another one at its place, where engines share one."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _GRACE_S = 60.0
 """Time to learn what ended last, longer than the process gives itself."""
@@ -40,13 +43,22 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     """Process id of who started it, with whom it ends."""
     config: dict[str, object]
     """Fields of `PredictorConfig`."""
+    shared: bool = False
+    """Whether front ends of several engines start it, of which one may."""
 
 
 class PredictorProcess:
-    """One process, and how often it was started. Time is handed in, in seconds of a monotonic clock."""
+    """One process, and how often it was started. Time is handed in, in seconds of a monotonic clock.
 
-    def __init__(self, config: PredictorConfig, folder: Path, path: Path) -> None:
-        self._config, self._folder, self._socket = config, folder, path
+    Args:
+        config: Of the predictor.
+        folder: Where it keeps what it learned.
+        path: Of the socket on which it listens.
+        shared: Whether engines of one machine share it: who comes first starts it, and another one when that is gone.
+    """
+
+    def __init__(self, config: PredictorConfig, folder: Path, path: Path, *, shared: bool = False) -> None:
+        self._config, self._folder, self._socket, self._shared = config, folder, path, shared
         self._process: subprocess.Popen[bytes] | None = None
         self._pause_s = _FIRST_PAUSE_S
         self._not_before = 0.0
@@ -58,7 +70,7 @@ class PredictorProcess:
     def command(self) -> Sequence[str]:
         """What is run."""
         config = self._config.model_dump(mode="json")
-        options = WorkerOptions(str(self._socket), str(self._folder), os.getpid(), config)
+        options = WorkerOptions(str(self._socket), str(self._folder), os.getpid(), config, self._shared)
         return [sys.executable, "-m", "vllm_ext.predictor.worker", msgspec.json.encode(options).decode()]
 
     @property
@@ -74,12 +86,17 @@ class PredictorProcess:
                 return
             self._process = None
             self.given_up = status == CANNOT_START
-            logger.info("the length predictor's process ended with status %d", status)  # the client warns, once
+            if status == TAKEN:  # in the moment between a look at the place and its start
+                self.starts -= 1
+            else:
+                logger.info("the length predictor's process ended with status %d", status)  # the client warns, once
             self._rest(now)
         if self.given_up or now < self._not_before:
             return
-        self.starts += 1
         try:
+            if self._shared and _is_taken(self._socket):
+                return
+            self.starts += 1
             self._process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, env=self._environment())
         except OSError as error:
             logger.info("the length predictor's process can't be started (%s)", error)
@@ -99,7 +116,8 @@ class PredictorProcess:
         self.given_up = True
         process, self._process = self._process, None
         if process is None:
-            remove_socket(self._socket)
+            if not self._shared:
+                remove_socket(self._socket)
             return
         process.terminate()
         threading.Thread(target=self._reap, args=(process,), name="vllm-ext predictor's end", daemon=True).start()
@@ -131,6 +149,29 @@ def socket_path(name: str) -> Path:
     place = tempfile.gettempdir()
     # A socket's path is short by nature: 107 bytes.
     return Path(place if len(os.fsencode(place)) < _LONGEST_PLACE else "/tmp") / f"vllm-ext-{name}" / "predictor"
+
+
+def take(path: Path) -> int | None:
+    """Take the place of a predictor that is shared; returns what keeps it until it is closed, None: it is taken.
+
+    Raises:
+        OSError: the folder is not ours, or can't be made.
+    """
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    held = os.open(path.parent / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        return None
+    return held
+
+
+def _is_taken(path: Path) -> bool:
+    held = take(path)
+    if held is not None:
+        os.close(held)
+    return held is None
 
 
 def remove_dead_sockets(place: Path) -> None:

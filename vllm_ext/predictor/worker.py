@@ -25,7 +25,14 @@ from vllm_ext.config.prediction import PredictorConfig
 from vllm_ext.prediction.predictor import PromptPredictor
 from vllm_ext.predictor.learner import Learner
 from vllm_ext.predictor.messages import Answer, Ask, BadMessage, Finished, Ping, Status, pack, unpack
-from vllm_ext.predictor.process import CANNOT_START, WorkerOptions, remove_dead_sockets, remove_socket
+from vllm_ext.predictor.process import (
+    CANNOT_START,
+    TAKEN,
+    WorkerOptions,
+    remove_dead_sockets,
+    remove_socket,
+    take,
+)
 from vllm_ext.predictor.quality import Quality
 from vllm_ext.predictor.request_batcher import Errors, RequestBatcher, answers
 
@@ -55,6 +62,8 @@ class Worker:
         self._errors, self._quality = Errors(), Quality()
         self._learner = Learner(self._load, self._over, self._errors)
         self._stopped = False
+        self._place: int | None = None
+        """What keeps others from starting one, where it is shared; until the process ends."""
         self._socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.sndhwm = 0  # front ends bound what they are owed; an answer that is dropped is owed for ever
@@ -65,6 +74,10 @@ class Worker:
         remove_dead_sockets(path.parent.parent)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
+            if self._options.shared:
+                self._place = take(path)
+                if self._place is None:
+                    return TAKEN
             self._socket.bind(f"ipc://{path}")
         except (OSError, zmq.ZMQError) as error:
             logger.error("can't listen on %s (%s); requests are scheduled without it", path, error)

@@ -39,6 +39,7 @@ from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.engine_state import adapter_places
 from vllm_ext.scheduling.kv_swapper import KvSwapper
+from vllm_ext.scheduling.load_report.reporter import LoadReporter
 from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.planner import Planner
 from vllm_ext.scheduling.running_order import RunningOrder
@@ -147,6 +148,7 @@ class SteeredScheduler(AsyncScheduler):
         self.tier = getattr(self.connector, "tier", None)
         self.tier_account = getattr(self.connector, "account", None)
         self.prefixes = CachedPrefixes(self, host=self.tier, gaps=self.gaps, partials=self.records)
+        self.load_reporter = LoadReporter(self, self.tracked, lambda: self.clock())  # noqa: PLW0108 - as above
         self.swapper: KvSwapper | None = None
         self._join_tier()
         manager = self.kv_cache_manager
@@ -337,6 +339,7 @@ class SteeredScheduler(AsyncScheduler):
             )
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.observer.processed(self.running, now)
+        self.load_reporter.stepped(goes_on=self.has_requests())
         if self.tier_account is not None:
             self.tier_account.finished(scheduler_output.total_num_scheduled_tokens, self.has_requests, now)
         return outputs
@@ -357,6 +360,7 @@ class SteeredScheduler(AsyncScheduler):
                 self.observer.waits.entered(request.request_id, request.num_prompt_tokens)
         queued = len(self.waiting)
         super().add_request(request)
+        self.load_reporter.came()
         if self.observer.reasons is not None:
             self.observer.came(request, queued, self._ahead_of(request, queued))
         if self._steers and self.tier is not None:  # which did not know the request when its rank was asked for
@@ -478,6 +482,7 @@ class SteeredScheduler(AsyncScheduler):
             self.records.forget(request.request_id)
         if self.crossing is not None:
             self.crossing.ends(request)
+        self.load_reporter.leaves(request)
         result = super()._free_request(request, *args, **kwargs)
         if self._steers:
             self.running_order.forget(request)
@@ -568,6 +573,7 @@ class SteeredScheduler(AsyncScheduler):
         queue, why = (self.ranked, self.planner.why) if self._steers else (None, {})
         state |= queue_state(self, queue, self.tracked, self.clock(), why)
         state["switch"] = self.switch.state()
+        state["load_report"] = self.load_reporter.state()
         state |= {"system": self.policies.system.name, "policies": self.policies.describe()}
         if self.tier_account is not None:
             state["kv_tier"] = self.tier_account.state()

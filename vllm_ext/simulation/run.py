@@ -51,6 +51,8 @@ def simulate(
         ValueError: (ConfigError included) the description asks for what can't be; the message names field and value.
         Stalled: the scheduler stopped scheduling with requests left.
     """
+    if spec.replicas > 1:
+        raise ValueError(f"replicas={spec.replicas!r}: must be 1 here; simulation.cluster serves by several engines")
     resolved = resolve(spec)
     workload = workload or build_workload(spec.workload)
     cost = cost or build_cost(resolved.hardware, spec.cost)

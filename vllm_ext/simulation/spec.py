@@ -106,6 +106,11 @@ class SimulationSpec(BaseModel):
     max_time_s: Annotated[float | None, Flag("--max-time")] = Field(default=None, gt=0)
     """Stop at this virtual time, in seconds; requests that have not ended by then are counted as unfinished, and have
     missed the objectives they can no longer meet."""
+    replicas: int = Field(default=1, ge=1)
+    """Such engines, behind a router, that share the load; `simulation.cluster` serves by more than one."""
+    router: str = ""
+    """Who chooses among them, of `routing.routers`; empty: `marginal`, and `round-robin` for vLLM alone, which tells
+    routers nothing."""
     exact: Annotated[bool, Flag()] = False
     """Tell vLLM's scheduler of every request in every step: the same results to the last digit, several times later.
     Where there is a KV connector it always is."""

@@ -30,7 +30,11 @@ def command_of(base: SimulationSpec, choice: Candidate) -> str:
         "--scheduling-policy": "priority" if engine.scheduling_policy == "priority" else None,
         "--kv-cache-dtype": "fp8" if choice.fp8_kv or hardware.kv_dtype_bytes == 1 else None,
     }  # fmt: skip
-    words = ["vllm", "serve", hardware.model, *choice.system.flags]
+    words = ["vllm", "serve", hardware.model]
+    if base.replicas > 1:
+        words = ["vllm-ext", "cluster", "serve", hardware.model, "--replicas", f"{base.replicas}"]
+        words += ["--router", base.router] if base.router else []
+    words += choice.system.flags
     words += [word for flag, value in given.items() if value is not None for word in (flag, f"{value}")]
     words += [] if engine.prefix_caching else ["--no-enable-prefix-caching"]
     words += [] if engine.async_scheduling else ["--no-async-scheduling"]

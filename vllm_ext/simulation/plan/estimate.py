@@ -55,4 +55,5 @@ def estimate(base: SimulationSpec, workload: GeneratedWorkload) -> Estimate | No
         prefill_context_tokens=round(computed), prefill_pairs=per_step * (prompts * prompts / 2).mean(),
     )  # fmt: skip
     cost = build(resolved.hardware, base.cost)
+    per_step *= base.replicas
     return Estimate(float(prompt), float(output), float(per_step) / max(cost.device_s(step), cost.host_s(step)))

@@ -11,10 +11,18 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_ext.cluster.report import Held, LoadReport
+import numpy as np
+
+from vllm_ext.scheduling.load_report.report import Held, LoadReport, Prices
 
 _NOTHING = Held(0, 0)
 _LONGEST_OUT_S = 60.0
+_KNOWN_STEPS = 1000
+"""Of an engine, from which its own prices and those of all engines count alike."""
+_SURE_STEPS = 100 * _KNOWN_STEPS
+_TERMS = ("base_s", "prefill_token_s", "decode_s", "context_token_s", "host_token_s")
+_MOST_APART = 1e3
+"""Times that a price may differ from that of all: a fit can price a term at 0."""
 
 
 class Ask(NamedTuple):
@@ -103,6 +111,8 @@ class Fleet:
     """Conversation -> replica that had it last, the oldest first."""
     blind: int = 0
     """Decisions without any report."""
+    _prices: dict[str, Prices] | None = None
+    """By replica, as of the last reports; None: to be made."""
     _learned: dict[str, int] = field(default_factory=dict)
     """Conversation -> tokens that its home had when it was learned from a report, until something is sent."""
 
@@ -117,6 +127,7 @@ class Fleet:
     def consist_of(self, names: Iterable[str]) -> None:
         """Take in replicas that are new, and forget those that are gone."""
         self.replicas = {name: self.replicas.get(name) or Replica(name) for name in sorted(set(names))}
+        self._prices = None
 
     def heard(self, name: str, report: LoadReport, now: float) -> bool:
         """Take in a report; False if it is of nobody who is known, or no newer than the last one."""
@@ -126,7 +137,7 @@ class Fleet:
         last = replica.report
         if last is not None and last.started == report.started and report.number <= last.number:
             return False
-        replica.report, replica.heard_s = report, now
+        replica.report, replica.heard_s, self._prices = report, now, None
         replica.forget(now - self.lag_s)
         if last is None or last.started != report.started:  # of a router, or a replica, that was started anew
             for session, held in report.resident.items():
@@ -160,6 +171,15 @@ class Fleet:
         if replica.failures >= self.most_failures and not was_out:
             replica.times_out += 1
 
+    def withdraw(self, name: str, now: float) -> None:
+        """Take a replica out that is known not to serve; it comes back as after failures."""
+        replica = self.replicas.get(name)
+        if replica is None:
+            return
+        if not self.is_out(replica, now):
+            replica.times_out += 1
+        replica.failures, replica.failed_s = max(replica.failures, self.most_failures), now
+
     def is_out(self, replica: Replica, now: float) -> bool:
         """Whether nothing should be sent there.
 
@@ -186,6 +206,17 @@ class Fleet:
         told = [replica for replica in fit if replica.report is not None]
         return told or fit or [*self.replicas.values()]
 
+    def prices(self) -> dict[str, Prices]:
+        """Return what things cost at each replica that has reported.
+
+        Of an engine that has served little a few odd steps may say that it is slow; it would get nothing more, and
+        learn no better. So what is known of all counts besides, in geometric means, and less with every step.
+        """
+        if self._prices is None:
+            told = {one.name: one.report.prices for one in self.replicas.values() if one.report is not None}
+            self._prices = dict(zip(told, _blended([*told.values()]), strict=True))
+        return self._prices
+
     def home(self, ask: Ask, among: Container[Replica]) -> Replica | None:
         """Return where a conversation was last, if that is among these."""
         name = None if ask.session is None else self.homes.get(ask.session)
@@ -206,3 +237,22 @@ class Fleet:
         self.homes.move_to_end(session)
         while len(self.homes) > self.most_homes:
             self._learned.pop(self.homes.popitem(last=False)[0], None)
+
+
+def _blended(told: list[Prices]) -> list[Prices]:
+    """Return each replica's prices, moved towards those of all as far as its own are not known."""
+    if all(one.steps >= _SURE_STEPS for one in told):
+        return told
+    own = np.array([[getattr(one, name) for name in _TERMS] for one in told])
+    steps = np.array([one.steps for one in told], dtype=float)
+    weights = (steps + 1) / (steps + 1).sum()
+    # An arithmetic mean first, for bounds that a term of 0 does not move.
+    mean = weights @ own
+    logs = np.log(np.clip(own, mean / _MOST_APART, mean * _MOST_APART).clip(1e-300))
+    share = (steps / (steps + _KNOWN_STEPS))[:, None]
+    found = np.exp(share * logs + (1 - share) * (weights @ logs))
+    found[:, mean == 0] = 0.0
+    return [
+        Prices(**dict(zip(_TERMS, row.tolist(), strict=True)), steps=one.steps)
+        for one, row in zip(told, found, strict=True)
+    ]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.cluster.fleet import Ask, Fleet
-from vllm_ext.cluster.report import Held, LoadReport, Prices, session_key
-from vllm_ext.cluster.routing import ROUTERS, Hashed, Home, Least, Marginal, RoundRobin, make_router
+from vllm_ext.routing.fleet import Ask, Fleet
+from vllm_ext.routing.routers import ROUTERS, Hashed, Home, Least, Marginal, RoundRobin, make_router
+from vllm_ext.scheduling.load_report.report import Held, LoadReport, Prices, session_key
 
 PRICES = Prices(base_s=0.01, prefill_token_s=1e-4, decode_s=1e-4, context_token_s=1e-7, host_token_s=1e-5)
 IDLE = LoadReport(
@@ -101,6 +101,70 @@ def test_what_was_sent_just_before_a_report_may_not_be_in_it() -> None:
     fleet.sent("a", Ask(700), 0.9)
     fleet.heard("a", replace(IDLE, number=2), 1.1)
     assert (fleet.replicas["a"].sent_prefill_tokens, fleet.replicas["a"].requests) == (700, 1)
+
+
+def test_new_conversations_go_round_among_those_that_cost_about_the_same() -> None:
+    """A difference of 2 % is no reason to fill one replica's memory with conversations that come back."""
+    odd = replace(IDLE, prices=replace(PRICES, base_s=0.0102))
+    fleet, chosen = fleet_of(odd, IDLE, IDLE), []
+    for number in range(6):
+        ask = Ask(100, f"talk {number}")
+        chosen.append(Marginal().choose(ask, fleet, float(number)))
+        fleet.sent(chosen[-1], ask, float(number))
+        for name, report in zip("abc", (odd, IDLE, IDLE), strict=True):
+            fleet.heard(name, replace(report, number=number + 2), number + 0.9)
+    assert sorted(chosen) == ["a", "a", "b", "b", "c", "c"]
+
+
+def priced(steps: int, times: float = 1.0) -> LoadReport:
+    terms = ("base_s", "prefill_token_s", "decode_s", "context_token_s", "host_token_s")
+    return replace(IDLE, prices=replace(PRICES, steps=steps, **{name: times * getattr(PRICES, name) for name in terms}))
+
+
+def test_an_engine_that_has_served_little_is_not_taken_for_slow_by_a_few_odd_steps() -> None:
+    """Its first steps say it is 20 times slower; it would get nothing more, and never learn better."""
+    fleet = fleet_of(priced(50, 20.0), priced(5000))
+    found = fleet.prices()
+    assert found["a"].prefill_token_s < 1.3 * PRICES.prefill_token_s
+    assert found["b"].prefill_token_s == pytest.approx(PRICES.prefill_token_s, rel=0.01)
+    assert found["a"].steps == 50
+
+
+def test_an_engine_that_is_slow_is_known_as_such_once_it_has_served_for_long() -> None:
+    fleet = fleet_of(priced(20_000, 2.0), priced(20_000), priced(20_000))
+    times = {name: one.base_s / PRICES.base_s for name, one in fleet.prices().items()}
+    assert times["a"] > 1.9
+    assert times["b"] == times["c"] < 1.05
+    sure = fleet_of(priced(1_000_000, 2.0), priced(1_000_000))
+    assert [one.base_s for one in sure.prices().values()] == [2 * PRICES.base_s, PRICES.base_s]
+
+
+def test_a_term_that_a_fit_prices_at_nothing_does_not_make_it_free_for_all() -> None:
+    free = replace(IDLE, prices=replace(PRICES, steps=100, decode_s=0.0, host_token_s=0.0))
+    other = replace(IDLE, prices=replace(PRICES, steps=5000, host_token_s=0.0))
+    found = fleet_of(free, other).prices()
+    assert 0.3 * PRICES.decode_s < found["a"].decode_s < PRICES.decode_s
+    assert found["b"].decode_s == pytest.approx(PRICES.decode_s, rel=0.2)
+    assert found["a"].host_token_s == 0
+
+
+def test_prices_follow_reports_and_who_is_there() -> None:
+    fleet = fleet_of(priced(5000), None)
+    assert fleet.prices().keys() == {"a"}
+    fleet.heard("b", priced(5000, 3.0), 1.0)
+    assert fleet.prices()["b"].base_s > 2 * PRICES.base_s
+    fleet.consist_of("b")
+    assert fleet.prices()["b"].base_s == pytest.approx(3 * PRICES.base_s)
+
+
+def test_who_says_that_it_cannot_serve_is_out_until_it_reports() -> None:
+    fleet = fleet_of(IDLE, IDLE)
+    fleet.withdraw("a", 1.0)
+    fleet.withdraw("nobody", 1.0)
+    assert [one.name for one in fleet.rotation(3.0)] == ["b"]
+    fleet.heard("a", replace(IDLE, number=2), 1.5)
+    assert [one.name for one in fleet.rotation(1.6)] == ["b"], "it rests"
+    assert [one.name for one in fleet.rotation(2.1)] == ["a", "b"]
 
 
 def test_routers_that_know_less() -> None:

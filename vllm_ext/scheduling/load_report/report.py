@@ -34,6 +34,8 @@ class Prices:
     """Of each token of KV that it attends to."""
     host_token_s: _Seconds = 0.0
     """Of each token of KV that comes back from host memory."""
+    steps: _Count = 1_000_000
+    """From which it is known; few: it may be wrong by a lot."""
 
 
 class Held(NamedTuple):
@@ -76,6 +78,18 @@ class LoadReport:
     resident: Mapping[str, Held] = Field(default_factory=dict, max_length=MOST_SESSIONS)
     """By `session_key`, what is there of the latest conversations."""
 
+    @property
+    def queue_s(self) -> float:
+        """Seconds that the prompt tokens still to compute take."""
+        return self.prefill_tokens * self.prices.prefill_token_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step that decodes for all who run, and for who waits as far as there are seats."""
+        requests = min(self.running + self.waiting, self.seats)
+        price = self.prices
+        return price.base_s + price.decode_s * requests + price.context_token_s * self.context_tokens
+
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Self:
         """Read what `as_dict` made.
@@ -87,9 +101,9 @@ class LoadReport:
         return made
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it fit for JSON."""
+        """Return it fit for JSON, with the times that follow from it."""
         made: dict[str, Any] = _ADAPTER.dump_python(self, mode="json")
-        return made
+        return {**made, "queue_s": self.queue_s, "step_s": self.step_s}
 
 
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(LoadReport)

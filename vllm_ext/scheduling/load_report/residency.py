@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_ext.cluster.report import MOST_SESSIONS, Held, session_key
 from vllm_ext.kv.connector.cached_prefixes import PrefixProbe
+from vllm_ext.scheduling.load_report.report import MOST_SESSIONS, Held
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
 
     from vllm_ext.kv.connector.scheduler import TierScheduler
+
+_LOOKUPS = 4000
+"""Look-ups that an answer may make, a fraction of a microsecond each; whose turn did not come stands as it was."""
+_NOTHING = Held(0)
 
 
 @dataclass
@@ -26,59 +30,62 @@ class _Kept:
     block_hashes: Sequence[Any]
     num_tokens: int
     chunks: Sequence[OffloadKey]
+    held: Held
+    """As it was looked up last."""
     skip_reading_prefix_cache: bool = False
     start: int = 0
-    """Blocks at its front when it was looked up last."""
+    """Blocks at its front then."""
 
 
 class Residency:
-    """Follows the requests that end. Look-ups change nothing, and take some microseconds for each conversation.
+    """Follows conversations by their requests that end. Look-ups change nothing.
 
     Args:
-        scheduler: vLLM's or ours, whose requests bring session ids.
+        scheduler: vLLM's or ours.
         most: Conversations that are followed, the latest ones.
     """
 
     def __init__(self, scheduler: Scheduler, most: int = MOST_SESSIONS) -> None:
-        self._probe = PrefixProbe(scheduler)
+        self.probe = PrefixProbe(scheduler)
         self._tier: TierScheduler | None = getattr(scheduler, "tier", None)
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._turns: deque[str] = deque()
         self._most = most
-        original = scheduler._free_request
 
-        def free(request: Request, *args: Any, **kwargs: Any) -> Any:
-            if request.session_id is not None and request.num_computed_tokens:
-                self._follow(session_key(request.session_id), request)
-            return original(request, *args, **kwargs)
-
-        scheduler._free_request = free
-
-    def held(self) -> dict[str, Held]:
-        """Return tokens by conversation, of those of which there are any."""
-        found = {}
-        for key, kept in self._kept.items():
-            blocks, _, kept.start = self._probe.cached(kept, kept.start)
-            device = blocks * self._probe.block_size
-            host = self._host_tokens(kept.chunks, device)
-            if device or host:
-                found[key] = Held(device, host)
-        return found
-
-    def uncached_tokens(self, requests: Iterable[Request]) -> int:
-        """Return the tokens of waiting requests that the device does not have."""
-        size = self._probe.block_size
-        return sum(max(1, one.num_tokens - self._probe.cached(one)[0] * size) for one in requests)
-
-    def _follow(self, key: str, request: Request) -> None:
+    def follow(self, key: str, request: Request) -> None:
+        """Take note of a request of a conversation, whose blocks are about to be given back."""
         status = None if self._tier is None else self._tier._req_status.get(request.request_id)
         chunks: list[OffloadKey] = []
         if status is not None and len(status.group_states) == 1:
             status.update_offload_keys()
             chunks = list(status.group_states[0].offload_keys)
-        self._kept[key] = _Kept(list(request.block_hashes), request.num_tokens, chunks)
+        if key not in self._kept:
+            self._turns.appendleft(key)
+        blocks = min(len(request.block_hashes), request.num_computed_tokens // self.probe.block_size)
+        held = Held(blocks * self.probe.block_size)
+        self._kept[key] = _Kept(list(request.block_hashes), request.num_tokens, chunks, held)
         self._kept.move_to_end(key)
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
+
+    def held(self, lookups: int = _LOOKUPS) -> dict[str, Held]:
+        """Return tokens by conversation, of those of which there are any; those looked up longest ago are looked up."""
+        for _ in range(len(self._turns)):
+            if lookups <= 0:
+                break
+            key = self._turns.popleft()
+            if (kept := self._kept.get(key)) is not None:
+                self._turns.append(key)
+                lookups -= self._look_up(kept)
+        return {key: kept.held for key, kept in self._kept.items() if kept.held != _NOTHING}
+
+    def _look_up(self, kept: _Kept) -> int:
+        """Look a conversation up anew, and return about how many look-ups that took."""
+        blocks, _, kept.start = self.probe.cached(kept, kept.start)
+        device = blocks * self.probe.block_size
+        host = self._host_tokens(kept.chunks, device)
+        kept.held = Held(device, host)
+        return 4 + max(0, host - device) // self.probe.block_size
 
     def _host_tokens(self, chunks: Sequence[OffloadKey], device: int) -> int:
         """Return up to which token the host's chunks go on from what the device has; 0: it has nothing more."""

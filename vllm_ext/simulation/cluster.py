@@ -13,26 +13,22 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from vllm.v1.request import RequestStatus
-
-from vllm_ext.cluster.fleet import Ask, Fleet
-from vllm_ext.cluster.report import LoadReport, Prices, session_key
-from vllm_ext.cluster.residency import Residency
-from vllm_ext.cluster.routing import Router, make_router
-from vllm_ext.simulation.cost.profiled import runtime_model
+from vllm_ext.routing.fleet import Ask, Fleet
+from vllm_ext.routing.routers import Marginal, Router, make_router
+from vllm_ext.scheduling.load_report.report import LoadReport, session_key
+from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cost.spec import build as build_cost
+from vllm_ext.simulation.cost.step_shape import CostModel, StepShape
 from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.measure.run_data import GapHistogram, RequestRow, RequestTable, RunData, TimeSeries
 from vllm_ext.simulation.run import build_scheduler, make_engine, quiet_vllm, rare_collections, run_data
-from vllm_ext.simulation.spec import Resolved, SimulationSpec, resolve
+from vllm_ext.simulation.spec import UPSTREAM, Resolved, SimulationSpec, resolve
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.simulation.workloads.requests import SimRequest, Workload
 
-_MEMORY = 0.05
-"""Weight of each request in the mean output of those that ended lately."""
-_MEANS = ("_fraction", "mean_")
+_MEANS = ("_fraction", "mean_", "device_busy_s")
 """Counters that are averaged over the replicas; others are summed up."""
 
 
@@ -47,37 +43,20 @@ class ClusterRun:
     """Turns of conversations that went to another replica than the one before."""
 
 
-@dataclass
-class _Replica:
-    """An engine, and what it reports of itself."""
+@dataclass(frozen=True)
+class _Slower:
+    """Times of a replica whose steps take several times as long."""
 
-    engine: SimulatedEngine
-    prices: Prices
-    number: int = 0
-    output_tokens: float = 256.0
-    residency: Residency = field(init=False)
+    cost: CostModel
+    times: float
 
-    def __post_init__(self) -> None:
-        self.residency = Residency(self.engine.scheduler)
+    def device_s(self, shape: StepShape) -> float:
+        """Return the device's time of a step, in seconds."""
+        return self.times * self.cost.device_s(shape)
 
-    def report(self) -> LoadReport:
-        """Return its state."""
-        scheduler, self.number = self.engine.scheduler, self.number + 1
-        running, waiting = scheduler.get_request_counts()
-        queue = [one for one in scheduler.requests.values() if one.status is not RequestStatus.RUNNING]
-        begun = sum(max(0, one.num_prompt_tokens - one.num_computed_tokens) for one in scheduler.running)
-        pool, size = scheduler.kv_cache_manager.block_pool, scheduler.block_size
-        used = (pool.num_gpu_blocks - pool.get_num_free_blocks()) * size
-        return LoadReport(
-            number=self.number, running=running, waiting=waiting, seats=scheduler.max_num_running_reqs,
-            prefill_tokens=begun + self.residency.uncached_tokens(queue),
-            context_tokens=used + sum(one.num_tokens for one in queue), pool_tokens=pool.num_gpu_blocks * size,
-            output_tokens=self.output_tokens, prices=self.prices, resident=self.residency.held(),
-        )  # fmt: skip
-
-    def ended(self, output_tokens: int) -> None:
-        """Learn from a request."""
-        self.output_tokens += _MEMORY * (max(1, output_tokens) - self.output_tokens)
+    def host_s(self, shape: StepShape) -> float:
+        """Return the engine core's time of a step, in seconds."""
+        return self.times * self.cost.host_s(shape)
 
 
 @dataclass
@@ -101,37 +80,48 @@ class _Handed:
 
 
 class SimulatedCluster:
-    """Equal replicas behind a router.
+    """Replicas behind a router, all equal but for the first, which may be slower.
 
     Args:
         resolved: Describes a replica, and what is served.
         replicas: How many, at least 1.
         router: Chooses.
         report_s: Virtual seconds between reports.
+        slow: How many times as long a step of the first replica takes; its reports tell its own prices.
+        workload: Takes the place of the one described.
 
     Raises:
         ValueError: one of the numbers can't be, or the description.
     """
 
-    def __init__(self, resolved: Resolved, *, replicas: int, router: Router, report_s: float = 0.5) -> None:
+    def __init__(
+        self, resolved: Resolved, *, replicas: int, router: Router, report_s: float = 0.5, slow: float = 1.0,
+        workload: Workload | None = None,
+    ) -> None:  # fmt: skip
         if replicas < 1:
             raise ValueError(f"replicas={replicas!r}: must be at least 1")
         if not 0 < report_s < math.inf:
             raise ValueError(f"report_s={report_s!r}: must be a number of seconds, greater than 0")
-        spec = resolved.spec
+        if resolved.system is None and isinstance(router, Marginal):
+            raise ValueError(
+                f"system={resolved.spec.engine.system!r}: must be one of ours, fcfs for vLLM's order: vLLM alone tells "
+                "the router marginal nothing of itself"
+            )
+        if not 1 <= slow < math.inf:
+            raise ValueError(f"slow={slow!r}: must be a factor of at least 1")
         self._resolved, self._router, self._report_s = resolved, router, report_s
-        self._workload: Workload = build_workload(spec.workload)
-        cost, size = build_cost(resolved.hardware, spec.cost), spec.engine.block_size
-        price = runtime_model(cost, resolved.limits).coefficients
-        link_bytes_per_s = spec.cost.apply(resolved.hardware.device).pcie_bytes_per_s
-        prices = Prices(
-            base_s=price.base_s, prefill_token_s=price.prefill_token_s, decode_s=price.decode_s,
-            context_token_s=price.context_token_s,
-            host_token_s=resolved.hardware.kv_bytes_per_block(size) / size / link_bytes_per_s,
-        )  # fmt: skip
-        self.replicas = {
-            name: _Replica(make_engine(resolved, build_scheduler(resolved), _Handed(self, name), cost), prices)
-            for name in (f"replica-{number}" for number in range(replicas))
+        self._workload: Workload = workload or build_workload(resolved.spec.workload)
+        cost = build_cost(resolved.hardware, resolved.spec.cost)
+        costs: list[CostModel] = [cost] * replicas
+        if slow > 1:
+            costs[0] = _Slower(cost, slow)
+        self.replicas: dict[str, SimulatedEngine] = {
+            name: make_engine(resolved, build_scheduler(resolved), _Handed(self, name), one)
+            for name, one in ((f"replica-{number}", one) for number, one in enumerate(costs))
+        }
+        schedulers = {name: one.scheduler for name, one in self.replicas.items()}
+        self._reporters = {
+            name: one.load_reporter for name, one in schedulers.items() if isinstance(one, SteeredScheduler)
         }
         # What was sent before a report is taken is in it: the way takes no time here.
         self.fleet = Fleet(stale_s=4 * report_s + 1, lag_s=0.0)
@@ -154,7 +144,7 @@ class SimulatedCluster:
             while upcoming is not None and (not self._coming or upcoming.arrival_s <= self._coming[0][0]):
                 self._push(upcoming)
                 upcoming = next(first_turns, None)
-            busy = [one.engine for one in self.replicas.values() if one.engine.busy and one.engine.clock() < ends_s]
+            busy = [one for one in self.replicas.values() if one.busy and one.clock() < ends_s]
             engine = min(busy, key=lambda one: one.clock(), default=None)
             arrives_s = self._coming[0][0] if self._coming and self._coming[0][0] < ends_s else math.inf
             if engine is not None and engine.clock() < arrives_s:
@@ -164,16 +154,19 @@ class SimulatedCluster:
                 self._route(heapq.heappop(self._coming)[2])
             else:
                 break
-        if ends_s < math.inf and (self._coming or any(one.engine.busy for one in self.replicas.values())):
+        if ends_s < math.inf and (self._coming or any(one.busy for one in self.replicas.values())):
             for one in self.replicas.values():
-                one.engine.stop(ends_s)
+                one.stop(ends_s)
 
     def ended(self, replica: str, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> None:
         """Take in what a client sends next."""
         self.fleet.ended(replica, failed=False, now=finished_s)
-        self.replicas[replica].ended(len(output_ids))
         for follow_up in self._workload.after(request, finished_s, output_ids):
             self._push(follow_up)
+
+    def reports(self) -> dict[str, LoadReport]:
+        """Return what the replicas tell at this moment."""
+        return {name: one.report() for name, one in self._reporters.items()}
 
     def _push(self, request: SimRequest) -> None:
         self._count += 1
@@ -182,8 +175,8 @@ class SimulatedCluster:
     def _route(self, request: SimRequest) -> None:
         now = request.arrival_s
         if now >= self._next_report_s:
-            for name, replica in self.replicas.items():
-                self.fleet.heard(name, replica.report(), now)
+            for name, report in self.reports().items():
+                self.fleet.heard(name, report, now)
             self._next_report_s = (math.floor(now / self._report_s) + 1) * self._report_s
         session = None if request.session_id is None else session_key(request.session_id)
         ask = Ask(request.prompt_tokens, session)
@@ -191,19 +184,22 @@ class SimulatedCluster:
         chosen = self._router.choose(ask, self.fleet, now)
         self.fleet.sent(chosen, ask, now)
         self.moved += before not in (None, chosen)
-        self.replicas[chosen].engine.deliver(request)
+        self.replicas[chosen].deliver(request)
 
 
 def simulate_cluster(
-    spec: SimulationSpec, *, replicas: int, router: str | Router, report_s: float = 0.5, label: str = ""
-) -> ClusterRun:
-    """Serve a workload by equal replicas behind a router, in virtual time.
+    spec: SimulationSpec, *, replicas: int, router: str | Router, report_s: float = 0.5, slow: float = 1.0,
+    workload: Workload | None = None, label: str = "",
+) -> ClusterRun:  # fmt: skip
+    """Serve a workload by replicas behind a router, in virtual time.
 
     Args:
         spec: Describes a replica, and the workload of all.
         replicas: How many.
         router: A name of `routing.ROUTERS`, or a policy of one's own, which serves this run alone.
         report_s: Virtual seconds between reports of a replica.
+        slow: How many times as long a step of the first replica takes.
+        workload: Takes the place of the one described.
         label: For legends; by default what is served by whom.
 
     Raises:
@@ -213,13 +209,26 @@ def simulate_cluster(
     began, resolved = time.perf_counter(), resolve(spec)
     with rare_collections(), quiet_vllm():
         chosen = make_router(router) if isinstance(router, str) else router
-        cluster = SimulatedCluster(resolved, replicas=replicas, router=chosen, report_s=report_s)
+        cluster = SimulatedCluster(
+            resolved, replicas=replicas, router=chosen, report_s=report_s, slow=slow, workload=workload
+        )
         cluster.run()
         wall_s = time.perf_counter() - began
-        runs = [run_data(one.engine, resolved, wall_s=wall_s) for one in cluster.replicas.values()]
+        runs = [run_data(one, resolved, wall_s=wall_s) for one in cluster.replicas.values()]
     name = router if isinstance(router, str) else type(router).__name__
     label = label or f"{replicas} x {spec.engine.system}, {name}"
     return ClusterRun(replicas=runs, whole=_together(runs, label), moved=cluster.moved)
+
+
+def simulate_replicas(spec: SimulationSpec) -> RunData:
+    """Return the run of a description that has replicas of its own, all of them as one.
+
+    Raises:
+        ValueError, Stalled: as `simulate_cluster`.
+    """
+    router = spec.router or ("round-robin" if spec.engine.system in UPSTREAM else "marginal")
+    one = spec.model_copy(update={"replicas": 1, "router": ""})
+    return simulate_cluster(one, replicas=spec.replicas, router=router).whole
 
 
 def _together(runs: Sequence[RunData], label: str) -> RunData:

@@ -7,21 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_ext.cluster.fleet import Ask, Fleet
-from vllm_ext.cluster.report import session_key
-from vllm_ext.cluster.routing import ROUTERS, make_router
-from vllm_ext.cluster.simulated import SimulatedCluster, simulate_cluster
+from vllm_ext.routing.fleet import Ask, Fleet
+from vllm_ext.routing.routers import ROUTERS, make_router
+from vllm_ext.scheduling.load_report.report import session_key
+from vllm_ext.simulation.cluster import SimulatedCluster, simulate_cluster
 from vllm_ext.simulation.measure.metrics import summarise
 from vllm_ext.simulation.measure.run_data import COLUMNS, RunData
 from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import SimulationSpec, checked, parse, resolve
+from vllm_ext.simulation.sweep.pools import simulate_point
 
 CHATS = {"source": "pensieve-sharegpt", "arrivals": "poisson", "rate_per_s": 2.0,
          "num_requests": 40, "think_s": 5.0}  # fmt: skip
 SINGLE = {"source": "sharegpt-like", "arrivals": "poisson", "rate_per_s": 6.0, "num_requests": 120}
 
 
-def spec_of(workload: dict[str, Any], system: str = "upstream-fcfs", **fields: Any) -> SimulationSpec:
+def spec_of(workload: dict[str, Any], system: str = "fcfs", **fields: Any) -> SimulationSpec:
     engine = {"system": system, "max_model_len": 4096, **fields.pop("engine", {})}
     return checked(parse(SimulationSpec, {"engine": engine, "workload": workload, **fields}))
 
@@ -46,7 +47,7 @@ def same(one: RunData, other: RunData) -> None:
         spec_of(CHATS, "pensieve", engine={"options": {"kv_tier": {"gib": 2.0}}, "num_blocks": 600}),
         spec_of({**SINGLE, "rate_per_s": 30.0}, "alise", max_time_s=9.0),
     ],
-    ids=["chats, alise", "requests, vLLM", "synchronous", "chats, a tier", "cut off"],
+    ids=["chats, alise", "requests, by arrival", "synchronous", "chats, a tier", "cut off"],
 )
 def test_one_replica_is_what_an_engine_alone_is(spec: SimulationSpec) -> None:
     alone = simulate(spec)
@@ -78,7 +79,7 @@ def test_a_policy_of_ones_own_may_route() -> None:
 
     run = simulate_cluster(spec_of({**SINGLE, "num_requests": 20}), replicas=2, router=Last())
     assert [len(one.requests) for one in run.replicas] == [0, 20]
-    assert run.whole.label == "2 x upstream-fcfs, Last"
+    assert run.whole.label == "2 x fcfs, Last"
 
 
 def test_the_same_run_twice_is_the_same() -> None:
@@ -104,34 +105,34 @@ def test_reports_tell_what_there_is() -> None:
     resolved = resolve(spec_of({**CHATS, "rate_per_s": 8.0, "think_s": 300.0}, max_time_s=40.0))
     cluster = SimulatedCluster(resolved, replicas=2, router=make_router("marginal"))
     cluster.run()
-    for replica in cluster.replicas.values():
-        report, scheduler = replica.report(), replica.engine.scheduler
+    reports = cluster.reports()
+    for name, engine in cluster.replicas.items():
+        report, scheduler = reports[name], engine.scheduler
         assert (report.running, report.waiting) == scheduler.get_request_counts()
         assert 0 <= report.context_tokens <= report.pool_tokens
         assert report.pool_tokens == resolved.num_blocks * 16
-        rows = [row for row in replica.engine.collector.table.rows() if row["session_id"]]
+        rows = [row for row in engine.collector.table.rows() if row["session_id"]]
         longest = {row["session_id"]: row["prompt_tokens"] + row["output_tokens"] for row in rows}  # the last turn's
         held = {session: report.resident.get(session_key(session), (0,))[0] for session in longest}
         assert len(longest) > 5
         assert all(0 <= tokens - held[session] < 3 * 16 for session, tokens in longest.items()), (
             "an empty pool keeps all"
         )
-    numbers = [replica.number for replica in cluster.replicas.values()]
-    assert min(numbers) > 10
+        assert report.number > 10
 
 
 def test_reports_have_what_host_memory_holds_of_conversations() -> None:
     """So little memory on the device that most of it is there alone; a next turn finds as much."""
-    engine = {"options": {"kv_tier": {"gib": 4.0}}, "num_blocks": 300}
+    small = {"options": {"kv_tier": {"gib": 4.0}}, "num_blocks": 300}
     resolved = resolve(
-        spec_of({**CHATS, "rate_per_s": 6.0, "think_s": 1000.0}, "pensieve", engine=engine, max_time_s=60.0)
+        spec_of({**CHATS, "rate_per_s": 6.0, "think_s": 1000.0}, "pensieve", engine=small, max_time_s=60.0)
     )
     cluster = SimulatedCluster(resolved, replicas=1, router=make_router("home"))
     cluster.run()
-    (replica,) = cluster.replicas.values()
-    rows = [row for row in replica.engine.collector.table.rows() if row["session_id"]]
+    (engine,) = cluster.replicas.values()
+    rows = [row for row in engine.collector.table.rows() if row["session_id"]]
     longest = {session_key(row["session_id"]): row["prompt_tokens"] + row["output_tokens"] for row in rows}
-    held = replica.report().resident
+    held = cluster.reports()["replica-0"].resident
     behind = [name for name, one in held.items() if one.host > one.device]
     assert len(behind) >= 5, held
     assert all(max(one) <= longest[name] for name, one in held.items() if name in longest)
@@ -149,3 +150,28 @@ def test_reports_have_what_host_memory_holds_of_conversations() -> None:
 def test_what_cannot_be_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         simulate_cluster(spec_of(SINGLE), **{"replicas": 2, "router": "least", **fields})
+
+
+def test_vllm_alone_tells_nothing_and_is_served_by_counts_or_refused() -> None:
+    spec = spec_of({**SINGLE, "num_requests": 20}, "upstream-fcfs")
+    with pytest.raises(ValueError, match="system='upstream-fcfs': must be one of ours"):
+        simulate_cluster(spec, replicas=2, router="marginal")
+    run = simulate_cluster(spec, replicas=2, router="least")
+    assert all(len(one.requests) >= 5 for one in run.replicas)
+
+
+@pytest.mark.parametrize(("system", "router"), [("fcfs", "marginal"), ("upstream-fcfs", "round-robin")])
+def test_a_description_of_several_replicas_is_served_by_a_router_that_its_system_can_have(
+    system: str, router: str
+) -> None:
+    alone = spec_of({**SINGLE, "num_requests": 20}, system)
+    several = alone.model_copy(update={"replicas": 2})
+    found = simulate_point(several)
+    run = simulate_cluster(alone, replicas=2, router=router).whole
+    assert found["requests"] == 20
+    assert {name: found[name] for name in ("e2e_mean_ms", "steps")} == {
+        name: summarise(run)[name] for name in ("e2e_mean_ms", "steps")
+    }
+    assert 0 < found["device_busy_fraction"] <= 1
+    with pytest.raises(ValueError, match="replicas=2: must be 1 here"):
+        simulate(several)

@@ -1,0 +1,147 @@
+"""Flags of ``vllm serve`` become a file that Ray's own models read, or are refused in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vllm_ext.cli.cluster import text_of
+from vllm_ext.cli.main import main
+from vllm_ext.cluster.config import ClusterConfigError, ClusterOptions, Replica, replica_of, serve_config
+from vllm_ext.cluster.ray_support import VERIFIED, RayUnsupported, verify
+from vllm_ext.tiny_model import build
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    return str(build())
+
+
+def engine(*flags: str) -> Replica:
+    return replica_of([*flags])
+
+
+def llm(replica: Replica, **options: Any) -> dict[str, Any]:
+    (found,) = serve_config(replica, ClusterOptions(**options))["applications"][0]["args"]["llm_configs"]
+    return dict(found)
+
+
+def test_what_was_typed_goes_to_the_engines_and_nothing_else(model: str) -> None:
+    replica = engine(
+        model, "--scheduler-cls", "alise+pensieve", "--kv-tier-gib", "2", "--max-num-seqs=16", "--enforce-eager",
+        "--compilation-config", '{"mode": 0}', "--port", "8123", "--served-model-name", "tiny",
+    )  # fmt: skip
+    assert (replica.model, replica.name, replica.port) == (model, "tiny", 8123)
+    assert replica.engine_kwargs == {
+        "scheduler_cls": "alise+pensieve", "max_num_seqs": 16, "enforce_eager": True,
+        "compilation_config": {"mode": 0}, "additional_config": {"vllm_ext": {"kv_tier": {"gib": 2.0}}},
+    }  # fmt: skip
+    found = llm(replica, replicas=3)
+    assert found["model_loading_config"] == {"model_id": "tiny", "model_source": model}
+    assert found["engine_kwargs"]["additional_config"]["vllm_ext"] == {"kv_tier": {"gib": 2.0}, "load_report": True}
+    assert found["deployment_config"]["num_replicas"] == 3
+
+
+def test_without_a_system_vllm_s_order_is_served_by_a_scheduler_that_reports(model: str) -> None:
+    assert llm(engine(model))["engine_kwargs"] == {
+        "scheduler_cls": "fcfs", "additional_config": {"vllm_ext": {"load_report": True}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--data-parallel-size", "2"], "--data-parallel-size=2: must be 1: each replica is one engine"),
+        (["--api-server-count", "3"], "--api-server-count=3: must be 1"),
+        (["--headless"], "--headless=True: must be left out"),
+        (["--uds", "/tmp/x"], "--uds='/tmp/x': must be left out"),
+        (["--served-model-name", "a", "b"], "must be one name"),
+        (["--max-num-seqs", "many"], "argument --max-num-seqs"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--scheduler-cls", "alize"], "alize"),
+        (["--scheduler-cls", "alise", "--kv-tier-gib", "-1"], "--kv-tier-gib=-1.0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(model: str, flags: list[str], said: str) -> None:
+    with pytest.raises(ClusterConfigError) as refused:
+        engine(model, *flags)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"replicas": 0}, "replicas=0: must be at least 1"),
+        ({"router": "best"}, "router='best': must be one of"),
+        ({"report_s": 9.0}, r"report_s=9\.0: must be from 0\.05 to 2"),
+        ({"hang_s": float("nan")}, "hang_s=nan: must be at least 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ClusterOptions(**options)
+
+
+def test_the_command_prints_a_file_that_is_read_again(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["cluster", "serve", model, "--replicas", "2", "--router=home", "--max-num-seqs", "8", "--print-config"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    (application,) = yaml.safe_load(printed)["applications"]
+    (found,) = application["args"]["llm_configs"]
+    assert found["engine_kwargs"]["max_num_seqs"] == 8
+    assert found["deployment_config"]["request_router_config"]["request_router_kwargs"] == {"policy": "home"}
+    assert "export RAY_SERVE_ENABLE_HA_PROXY='1'" in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["serve"], "MODEL is missing"),
+        (["serve", "m", "--replicas", "0"], "replicas=0: must be at least 1"),
+        (["serve", "m", "--replicas", "x"], "--replicas"),
+        (["status"], "invalid choice: 'status'"),
+    ],
+)
+def test_a_wrong_command_is_a_line(command: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["cluster", *command])
+    except SystemExit as exit_:
+        status = int(exit_.code or 0)
+    assert status == 2
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "Triton" not in one]
+    assert said in line
+
+
+def test_ray_reads_it_and_has_what_ours_override(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+    from ray.serve.llm import LLMConfig
+    from ray.serve.schema import ServeDeploySchema
+
+    verify()
+    config = serve_config(engine(model, "--max-num-seqs", "8"), ClusterOptions(replicas=2))
+    path = tmp_path / "serve.yaml"
+    path.write_text(text_of(config), encoding="utf-8")
+    read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    ServeDeploySchema.model_validate(read)
+    (fields,) = read["applications"][0]["args"]["llm_configs"]
+    made = LLMConfig.model_validate(fields)
+    assert made.server_cls.__name__ == "Server"
+    assert made.get_engine_config().engine_kwargs["max_num_seqs"] == 8
+
+
+def test_another_ray_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+    monkeypatch.setitem(VERIFIED, "ray.serve.llm:LLMServer.check_health", "0" * 16)
+    monkeypatch.setitem(VERIFIED, "ray.serve.llm:LLMServer.no_such_method", "0" * 16)
+    with pytest.raises(RayUnsupported, match=r"changed: LLMServer\.check_health, LLMServer\.no_such_method"):
+        verify()
+
+
+def test_without_ray_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray.serve.llm", None)
+    with pytest.raises(RayUnsupported, match=r"pip install 'vllm-ext\[ray\]'"):
+        verify()

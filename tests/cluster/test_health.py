@@ -1,0 +1,101 @@
+"""Whether an engine serves, by what it answers; time is a number that the test sets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from vllm_ext.cluster.health import ILL, REPORT, Health
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def health(ask: Callable[[], Awaitable[dict[str, Any]]], clock: Clock) -> Health:
+    return Health(ask, report_s=0.01, hang_s=10.0, clock=clock)
+
+
+async def test_the_last_report_is_told() -> None:
+    numbers = iter(range(1, 10))
+
+    async def ask() -> dict[str, Any]:
+        return {"number": next(numbers)}
+
+    found = health(ask, Clock())
+    assert found.stats() == {}
+    await found.look()
+    await found.look()
+    assert found.stats() == {REPORT: {"number": 2}}
+    assert found.why_ill() == ""
+
+
+async def test_an_engine_that_fails_is_ill_until_it_answers() -> None:
+    answers: list[Any] = [RuntimeError("EngineCore died"), {"number": 1}]
+
+    async def ask() -> dict[str, Any]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)
+
+    found = health(ask, Clock())
+    await found.look()
+    assert found.stats() == {ILL: "the engine does not answer: EngineCore died"}
+    await found.look()
+    assert found.stats() == {REPORT: {"number": 1}}
+
+
+async def test_a_step_that_does_not_end_is_a_hang_after_a_time_and_not_before() -> None:
+    clock, forever = Clock(), asyncio.Event()
+
+    async def ask() -> dict[str, Any]:
+        await forever.wait()
+        return {}
+
+    found = health(ask, clock)
+    asking = asyncio.create_task(found.look())
+    await asyncio.sleep(0)
+    clock.now += 10.0
+    assert found.why_ill() == ""
+    clock.now += 0.5
+    assert found.why_ill().startswith("no step ended for 10 s")
+    assert ILL in found.stats()
+    forever.set()
+    await asking
+    assert found.why_ill() == ""
+
+
+@pytest.mark.parametrize(("age_s", "ill"), [(0.0, False), (9.0, False), (11.0, True)])
+async def test_an_engine_that_answers_and_schedules_nobody_has_hung_too(age_s: float, ill: bool) -> None:
+    async def ask() -> dict[str, Any]:
+        return {"step_age_s": age_s}
+
+    found = health(ask, Clock())
+    await found.look()
+    assert bool(found.why_ill()) is ill
+
+
+async def test_it_asks_again_and_again() -> None:
+    asked = 0
+
+    async def ask() -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise OSError
+        return {"number": asked}
+
+    found = health(ask, Clock())
+    following = asyncio.create_task(found.follow())
+    while asked < 4:
+        await asyncio.sleep(0.005)
+    following.cancel()
+    assert found.stats()[REPORT]["number"] >= 3

@@ -1,0 +1,137 @@
+"""From what Ray Serve knows to what policies are asked, and back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ext.cluster.health import ILL, REPORT
+from vllm_ext.scheduling.load_report.report import session_key
+
+pytest.importorskip("ray", reason="the extra ray is not installed")
+
+from vllm_ext.cluster.steering import Steering, ask_of
+
+PRICES = {"base_s": 0.01, "prefill_token_s": 1e-4, "decode_s": 1e-4, "context_token_s": 1e-7}
+
+
+def report(number: int = 1, **fields: Any) -> dict[str, Any]:
+    told = {
+        "number": number, "running": 0, "waiting": 0, "seats": 64, "prefill_tokens": 0, "context_tokens": 0,
+        "pool_tokens": 100_000, "prices": PRICES,
+    }  # fmt: skip
+    return {REPORT: told | fields}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def steering(policy: str = "marginal") -> tuple[Steering, Clock]:
+    clock = Clock()
+    return Steering(policy, clock=clock), clock
+
+
+def body(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**fields)
+
+
+def test_the_least_burdened_is_asked_first_and_all_others_after_it() -> None:
+    found, _ = steering()
+    found.update({"a": report(prefill_tokens=50_000, running=9), "b": report(), "c": report(running=3)})
+    assert found.ranked({"a": 0, "b": 0, "c": 0}, "", body(prompt="hello")) == ["b", "c", "a"]
+
+
+def test_a_conversation_stays_by_header_or_body_and_the_body_wins() -> None:
+    found, _ = steering("home")
+    found.update({name: report() for name in "abc"})
+    everybody = dict.fromkeys("abc")
+    (home, *_) = found.ranked(everybody, "talk", None)
+    assert found.ranked(everybody, "talk", body(prompt="x" * 4000))[0] == home
+    assert found.ranked(everybody, "else", body(prompt="x", vllm_xargs={"conversation_id": "talk"}))[0] == home
+    assert found.ranked(everybody, "else", None)[0] != home
+
+
+def test_who_says_it_is_ill_gets_nothing_until_it_reports_again() -> None:
+    found, clock = steering("round-robin")
+    everybody = dict.fromkeys("ab")
+    found.update({"a": report(), "b": report()})
+    found.update({"a": {ILL: "the engine is dead"}, "b": report(2)})
+    assert {found.ranked(everybody, "", None)[0] for _ in range(6)} == {"b"}
+    clock.now = 2.5
+    found.update({"a": report(2), "b": report(3)})
+    assert {found.ranked(everybody, "", None)[0] for _ in range(6)} == {"a", "b"}
+
+
+def test_who_has_died_gets_nothing() -> None:
+    found, _ = steering("round-robin")
+    found.update({"a": report(), "b": report()})
+    found.died("a")
+    found.died("nobody")
+    assert {found.ranked(dict.fromkeys("ab"), "", None)[0] for _ in range(4)} == {"b"}
+
+
+def test_without_reports_requests_go_round_and_that_is_counted() -> None:
+    found, _ = steering()
+    found.update({"a": {}, "b": {}})
+    chosen = [found.ranked(dict.fromkeys("ab"), "", None)[0] for _ in range(4)]
+    assert sorted(chosen) == ["a", "a", "b", "b"]
+    assert found.fleet.blind == 4
+
+
+def test_a_report_of_another_version_is_as_none() -> None:
+    found, _ = steering()
+    found.update({"a": {REPORT: {"number": "one"}}, "b": report()})
+    assert found.ranked(dict.fromkeys("ab"), "", None)[0] == "b"
+
+
+def test_ray_may_offer_fewer_than_it_told_of_or_others() -> None:
+    found, _ = steering("least")
+    found.update({"a": report(), "b": report()})
+    assert found.ranked({"b": 0}, "", None) == ["b"]
+    assert found.ranked({"new": 0}, "", None) == ["new"]
+
+
+MESSAGES = [
+    {"role": "system", "content": "s" * 2000},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "u" * 400}, {"type": "image_url", "image_url": {"url": "x"}}],
+    },
+]
+
+
+@pytest.mark.parametrize(
+    ("request_", "tokens"),
+    [
+        (None, 512),
+        (body(prompt="x" * 400), 100),
+        (body(prompt=[5] * 77), 77),
+        (body(prompt=["x" * 40, "y" * 40]), 20),
+        (body(messages=MESSAGES), 600),
+        (body(messages="nonsense"), 2),
+        (body(messages=[{"role": "user", "content": None}]), 1),
+        (body(prompt=""), 1),
+        (body(prompt=[]), 1),
+        (body(messages=7), 1),
+    ],
+)
+def test_a_prompt_is_measured_whatever_it_is(request_: Any, tokens: int) -> None:
+    assert ask_of("", request_).prompt_tokens == tokens
+
+
+def test_long_prompts_without_a_name_go_by_how_they_begin() -> None:
+    first, next_turn = body(messages=MESSAGES), body(messages=[*MESSAGES, {"role": "user", "content": "more"}])
+    assert ask_of("", first).session == ask_of("", next_turn).session is not None
+    assert ask_of("", body(messages=[{"role": "system", "content": "t" * 2000}])).session != ask_of("", first).session
+    assert ask_of("", body(prompt="short")).session is None
+    assert ask_of("x" * 300, body(prompt="short")).session is None, "no conversation id, as in the engine"
+    assert ask_of("talk", first).session == session_key("talk")
+    assert ask_of("talk", body(prompt="x", vllm_xargs={"conversation_id": 7})).session == session_key("talk")
+    assert ask_of("talk", body(prompt="x", vllm_xargs=None)).session == session_key("talk")
+    assert ask_of("talk", body(prompt="x", vllm_xargs="odd", session_id="mine")).session == session_key("mine")

@@ -1,0 +1,132 @@
+"""`vllm-ext cluster serve`: a model by several replicas on Ray Serve, routed by what each of them reports."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_ext.cli.command import Failed, Parser, UsageError, guarded
+from vllm_ext.cluster.config import ENVIRONMENT, ClusterOptions, replica_of, serve_config
+from vllm_ext.cluster.ray_support import RayUnsupported, verify
+from vllm_ext.routing.routers import ROUTERS
+
+_USUAL = ClusterOptions()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve, or print what Ray Serve would be told."""
+    if list(argv[:1]) != ["serve"]:
+        parser = Parser(prog="vllm-ext cluster", description=__doc__)
+        parser.add_argument("action", choices=["serve"], help="serve a model")
+        parser.parse_args([*argv])
+    parser = Parser(
+        prog="vllm-ext cluster serve",
+        usage="vllm-ext cluster serve MODEL [--replicas N] [...] [any flag of vllm serve]",
+        description="Serve a model by several replicas of vLLM on Ray Serve. What is not listed here goes to vLLM.",
+    )
+    parser.add_argument("--replicas", type=int, default=_USUAL.replicas, metavar="N", help="engines (default: 1)")
+    parser.add_argument(
+        "--router", default=_USUAL.router, metavar="NAME",
+        help=f"how requests are spread: {', '.join(ROUTERS)} (default: {_USUAL.router})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--report-s", type=float, default=_USUAL.report_s, metavar="S",
+        help="seconds between reports of a replica (default: 0.5)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hang-s", type=float, default=_USUAL.hang_s, metavar="S",
+        help="seconds without a step after which a replica is started anew (default: 60)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--colocate-predictor", action="store_true",
+        help="one process that predicts output lengths for all replicas of a machine (0.8 GB each otherwise)",
+    )  # fmt: skip
+    parser.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster to join (default: one of its own)")
+    parser.add_argument(
+        "--print-config", action="store_true",
+        help="print the file for `serve deploy` and for a RayService, and serve nothing",
+    )  # fmt: skip
+    own, rest = _split(parser, argv[1:])
+    return guarded(parser, lambda args: _serve(args, rest), own, failures=(RayUnsupported,))
+
+
+def _split(parser: Parser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return our own flags, and those for vLLM."""
+    own, rest = [], []
+    takes = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
+    arguments = iter(argv)
+    for argument in arguments:
+        name, has_value, _ = argument.partition("=")
+        if name not in takes:
+            rest.append(argument)
+            continue
+        own.append(argument)
+        if takes[name] and not has_value:
+            own += [value for value in [next(arguments, None)] if value is not None]
+    return own, rest
+
+
+def _serve(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    if not rest:
+        raise UsageError("MODEL is missing: vllm-ext cluster serve MODEL [--replicas N]")
+    options = ClusterOptions(replicas=args.replicas, router=args.router, report_s=args.report_s, hang_s=args.hang_s)
+    replica = replica_of(rest)
+    config = serve_config(replica, options)
+    if args.print_config:
+        print(text_of(config), end="")
+        return 0
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    verify()
+    # Ray counts cores as if they were taken up whole; replicas on the CPU share those of this machine as it is.
+    places = max(os.cpu_count() or 1, 2 * options.replicas) if replica.on_cpu and args.address is None else None
+    return _run(config, args.address, places)
+
+
+def text_of(config: dict[str, Any]) -> str:
+    """Return the configuration as YAML, with what must stand in the environment as comments."""
+    import yaml  # type: ignore[import-untyped]
+
+    lines = ["# Set in the environment of every machine before `ray start`, or as env of a RayService's containers:"]
+    lines += [f"#   export {name}={value!r}" for name, value in ENVIRONMENT.items()]
+    return "\n".join(lines) + "\n" + str(yaml.safe_dump(config, sort_keys=False))
+
+
+def _run(config: dict[str, Any], address: str | None, places: int | None) -> int:
+    import ray
+    from ray import serve
+    from ray.serve.llm import build_openai_app
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for it to call home
+    try:
+        ray.init(address=address, num_cpus=places, include_dashboard=False if address is None else None)
+    except ConnectionError as error:
+        raise Failed(f"--address={address}: no Ray cluster answers there ({error})") from error
+    (application,) = config["applications"]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray leaves a handler of its own
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        serve.start(http_options=config["http_options"])
+        serve.run(build_openai_app(application["args"]), name=application["name"], blocking=False)
+        host, port = config["http_options"].values()
+        print(f"vllm-ext: serving on http://{host}:{port} until Ctrl-C", flush=True)
+        threading.Event().wait()
+        return 0
+    except RuntimeError as error:
+        raise Failed(str(error).strip().splitlines()[-1]) from error  # of a traceback from an actor what it says
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # once is enough
+        print("vllm-ext: stopping", file=sys.stderr, flush=True)
+        if address is None:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
+        else:
+            serve.delete(application["name"])

@@ -1,0 +1,69 @@
+"""Whether a replica's engine serves, known by asking it again and again; and what routers are told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+REPORT, ILL = "vllm_ext", "vllm_ext_ill"
+"""Names in a replica's routing statistics: of its report, and of why none should be sent anything."""
+
+
+class Health:
+    """What is known of a replica's engine by asking it again and again.
+
+    Args:
+        ask: Returns the engine's report; may raise, or not return.
+        report_s: Seconds between two questions.
+        hang_s: Seconds after which an engine that ends no step though requests are there has hung.
+        clock: The time in seconds.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[dict[str, Any]]],
+        *,
+        report_s: float,
+        hang_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask, self._report_s, self._hang_s, self._clock = ask, report_s, hang_s, clock
+        self._report: dict[str, Any] | None = None
+        self._asked_s: float | None = None
+        self.ill = ""
+        """Why it can't serve; empty: it can."""
+
+    async def follow(self) -> None:
+        """Ask for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._report_s)
+
+    async def look(self) -> None:
+        """Ask once."""
+        self._asked_s = self._clock()
+        try:
+            self._report = await self._ask()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine did not answer
+            self.ill = f"the engine does not answer: {error or type(error).__name__}"
+        else:
+            self.ill = ""
+        finally:
+            self._asked_s = None
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the router is told; an engine in a long step has its last report, which grows old."""
+        if why := self.why_ill():
+            return {ILL: why}
+        return {} if self._report is None else {REPORT: self._report}
+
+    def why_ill(self) -> str:
+        """Return why the engine can't serve; empty: it can."""
+        if self.ill:
+            return self.ill
+        # An engine answers between steps: one that hangs in a step does not answer at all.
+        unanswered_s = 0.0 if self._asked_s is None else self._clock() - self._asked_s
+        age_s = max(unanswered_s, float((self._report or {}).get("step_age_s", 0.0)))
+        return f"no step ended for {age_s:.0f} s though requests are there" if age_s > self._hang_s else ""

@@ -1,0 +1,1 @@
+"""Which of several engines serves a request."""

@@ -1,0 +1,1 @@
+"""What an engine tells of its load: to routers, at ``/vllm-ext/load``, and as gauges."""
