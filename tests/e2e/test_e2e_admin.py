@@ -15,6 +15,8 @@ from engines import EAGER
 from forks import ForkServer
 from servers import HANG_S, MODEL, Served, wait_until
 
+from vllm_ext.scheduling.load_report.report import session_key
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
 KEY = "secret-of-the-server"
@@ -35,7 +37,13 @@ _openings = itertools.count(10, 8)
 def server(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Host memory for a few conversations, and a device that holds the last ones only; its time goes by its steps."""
     args = ["--scheduler-cls", "alise-published", "--additional-config", json.dumps(OPTIONS), "--api-key", KEY]
-    args += ["--kv-tier-gib", str((CHUNKS + 0.5) * CHUNK_BYTES / 2**30), "--kv-tier-admin", "--ext-admin"]
+    args += [
+        "--kv-tier-gib",
+        str((CHUNKS + 0.5) * CHUNK_BYTES / 2**30),
+        "--kv-tier-admin",
+        "--ext-admin",
+        "--ext-load-report",
+    ]
     args += ["--enable-prompt-tokens-details"]
     args += ["--num-gpu-blocks-override", "18", "--max-num-seqs", "2", "--ext-metrics-interval-s", "0.2"]
     log, env = tmp_path_factory.mktemp("admin") / "server.log", {"VLLM_EXT_ADMIN_KEY": ADMIN_KEY}
@@ -207,3 +215,18 @@ def test_the_policies_are_switched_off_and_on_again(server: Served) -> None:
     assert call(server, "GET", policy, key=KEY)[0] == 401
     assert done(server, "DELETE", policy) == started
     wait_until(lambda: server.metric("vllm_ext:policy_by_arrival") == 0, "the gauge of the switch")
+
+
+def test_routers_are_told_the_load_and_whose_kv_is_there_without_a_key_and_without_names(server: Served) -> None:
+    ask(server, "told-of", prompt())
+    status, answer = call(server, "GET", "/vllm-ext/load", key=None)
+    assert status == 200
+    (engine,) = answer["engines"]
+    ask(server, "told-of-too", prompt())
+    (later,) = call(server, "GET", "/vllm-ext/load", key=None)[1]["engines"]
+    assert (later["started"], later["number"] > engine["number"]) == (engine["started"], True)
+    assert later["seats"] == 2
+    device, host = later["resident"][session_key("told-of-too")]
+    assert max(device, host) >= PROMPT_TOKENS // CHUNK * CHUNK
+    assert "told-of" not in json.dumps(later)
+    assert server.metric("vllm_ext:load_step_age_seconds") == 0

@@ -14,6 +14,9 @@ from typing import Protocol
 from vllm_ext.routing.fleet import Ask, Fleet, Replica
 from vllm_ext.scheduling.load_report.report import LoadReport, Prices
 
+_ALIKE = 1.01
+"""Times the least cost up to which replicas cost the same."""
+
 
 class Router(Protocol):
     """Chooses."""
@@ -93,13 +96,13 @@ class Marginal:
 
     ``output`` is the mean of what all replicas served lately: a replica whose requests were short is no quicker. A
     conversation stays where it is if that costs little more: its next turn will be there, too. New ones go round among
-    those that cost little more than the cheapest.
+    those that cost the same.
     """
 
     weight: float = 3.0
     """Of its own latency: with 1 the mean of all is best, and single requests wait up to twice as long."""
-    stay: float = 0.05
-    """Share of the cost that staying, or a turn, may cost more."""
+    stay: float = 0.2
+    """Share of the cost that staying may cost more: each move computes a history again, which all others wait for."""
 
     def __post_init__(self) -> None:
         for name in ("weight", "stay"):
@@ -116,12 +119,12 @@ class Marginal:
         if not costs:
             fleet.blind += 1
             return Home().choose(ask, fleet, now)
-        most = (1 + self.stay) * min(costs.values())
+        least = min(costs.values())
         home = fleet.home(ask, replicas)
-        if home is not None and costs.get(home.name, float("inf")) <= most:
+        if home is not None and costs.get(home.name, float("inf")) <= (1 + self.stay) * least:
             return home.name
         # Who has waited longest holds less KV of conversations that rest, which no report counts as a load.
-        return min((one.requests, one.sent_s, one.name) for one, _ in told if costs[one.name] <= most)[2]
+        return min((one.sent_s, one.name) for one, _ in told if costs[one.name] <= _ALIKE * least)[1]
 
     def cost(
         self, ask: Ask, replica: Replica, report: LoadReport, output: float, prices: Prices | None = None
