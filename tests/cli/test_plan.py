@@ -127,6 +127,35 @@ def planned(path: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> tupl
     return json.loads(shown.out.splitlines()[-1]), shown.err
 
 
+def test_several_servers_are_simulated_together_and_are_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a price per hour of 3.6 a device; three servers carry what `made_up` says one does."""
+    made_up(monkeypatch)
+    served: list[tuple[int, str]] = []
+    counted = pools.simulate_point
+
+    def point(spec: SimulationSpec) -> dict[str, float]:
+        served.append((spec.replicas, spec.router))
+        return counted(spec)
+
+    monkeypatch.setattr(pools, "simulate_point", point)
+    flags = ["--replicas", "3", "--router", "home", "--price-per-hour", "3.6"]
+    found, said = planned(trace(tmp_path / "trace.jsonl"), *flags, capsys=capsys)
+    assert set(served) == {(3, "home")}
+    command = found["config"]["command"]
+    assert command.startswith("vllm-ext cluster serve opt-13b --replicas 3 --router home ")
+    alone, said_alone = planned(trace(tmp_path / "trace.jsonl"), *flags[4:], capsys=capsys)
+    assert alone["config"]["command"].startswith("vllm serve opt-13b ")
+    costs = [
+        float(line.split("at capacity: ")[1].split()[0])
+        for text in (said, said_alone)
+        for line in text.splitlines()
+        if line.startswith("cost as it is")
+    ]
+    assert costs[0] == pytest.approx(3 * costs[1], rel=0.02)
+
+
 def test_objectives_are_judged_in_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,7 +62,7 @@ def test_without_a_system_vllm_s_order_is_served_by_a_scheduler_that_reports(mod
         (["--max-num-seqs", "many"], "argument --max-num-seqs"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--scheduler-cls", "alize"], "alize"),
-        (["--scheduler-cls", "alise", "--kv-tier-gib", "-1"], "--kv-tier-gib=-1.0"),
+        (["--scheduler-cls", "alise", "--kv-tier-gib", "-1"], "--kv-tier-gib -1.0: must be"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(model: str, flags: list[str], said: str) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -114,7 +115,10 @@ def served(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         return "vllm-ext: serving on" in text
 
     try:
-        wait_until(ready, "both replicas")
+        deadline = time.monotonic() + 3 * HANG_S
+        while not ready():
+            assert time.monotonic() < deadline, (place / "log").read_text(errors="replace")[-4000:]
+            time.sleep(1)
         yield Served(port, process)
         process.send_signal(signal.SIGINT)
         assert process.wait(HANG_S) == 0
