@@ -88,7 +88,7 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     assert rooms.rewritten(text) == text
 
 
-SERVER_LINES = 33_163
+SERVER_LINES = 33_200
 """What a server can come to load, in lines; it may only get less, but for what is new: load reports came with 500."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from vllm_ext import envs
 from vllm_ext.cli.cluster import text_of
 from vllm_ext.cli.main import main
 from vllm_ext.cluster.config import ClusterConfigError, ClusterOptions, Replica, replica_of, serve_config
@@ -61,6 +62,9 @@ def test_without_a_system_vllm_s_order_is_served_by_a_scheduler_that_reports(mod
         (["--served-model-name", "a", "b"], "must be one name"),
         (["--max-num-seqs", "many"], "argument --max-num-seqs"),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--hf-token", "hf_secret"], "--hf-token: must be left out: set HF_TOKEN"),
+        (["--distributed-executor-backend", "mp"], "Ray Serve chooses it"),
+        (["--scheduler-cls", "mine.Scheduler"], "must be the name of a system"),
         (["--scheduler-cls", "alize"], "alize"),
         (["--scheduler-cls", "alise", "--kv-tier-gib", "-1"], "--kv-tier-gib -1.0: must be"),
     ],
@@ -70,6 +74,7 @@ def test_what_cannot_be_is_refused_in_a_line(model: str, flags: list[str], said:
         engine(model, *flags)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +84,29 @@ def test_what_cannot_be_is_refused_in_a_line(model: str, flags: list[str], said:
         ({"router": "best"}, "router='best': must be one of"),
         ({"report_s": 9.0}, r"report_s=9\.0: must be from 0\.05 to 2"),
         ({"hang_s": float("nan")}, "hang_s=nan: must be at least 1"),
+        ({"hang_s": float("inf")}, "hang_s=inf: must be at least 1, and finite"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ClusterOptions(**options)
+
+
+def test_engines_have_no_id_in_common_and_share_a_predictor_only_where_that_is_asked_for(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    connector = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'
+    command = ["cluster", "serve", model, "--kv-transfer-config", connector, "--print-config"]
+    environments = []
+    for flags in ([], ["--colocate-predictor"]):
+        assert main([*command, *flags]) == 0
+        (application,) = yaml.safe_load(capsys.readouterr().out)["applications"]
+        (found,) = application["args"]["llm_configs"]
+        assert found["engine_kwargs"]["kv_transfer_config"] == {
+            "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        }  # fmt: skip
+        environments.append(found["runtime_env"]["env_vars"])
+    assert [envs.COLOCATED_PREDICTOR in each for each in environments] == [False, True]
 
 
 def test_the_command_prints_a_file_that_is_read_again(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +124,7 @@ def test_the_command_prints_a_file_that_is_read_again(model: str, capsys: pytest
     ("command", "said"),
     [
         (["serve"], "MODEL is missing"),
+        (["serve", "--max-num-seqs", "8"], "MODEL is missing"),
         (["serve", "m", "--replicas", "0"], "replicas=0: must be at least 1"),
         (["serve", "m", "--replicas", "x"], "--replicas"),
         (["status"], "invalid choice: 'status'"),

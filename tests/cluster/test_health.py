@@ -62,7 +62,7 @@ async def test_a_step_that_does_not_end_is_a_hang_after_a_time_and_not_before() 
 
     found = health(ask, clock)
     asking = asyncio.create_task(found.look())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     clock.now += 10.0
     assert found.why_ill() == ""
     clock.now += 0.5
@@ -81,6 +81,55 @@ async def test_an_engine_that_answers_and_schedules_nobody_has_hung_too(age_s: f
     found = health(ask, Clock())
     await found.look()
     assert bool(found.why_ill()) is ill
+
+
+async def test_an_engine_that_does_not_answer_in_time_is_in_a_long_step_and_not_dead() -> None:
+    """Whoever asks gives up after half a minute; a step may be allowed to take longer."""
+    clock = Clock()
+    answers: list[Any] = [{"number": 1}]
+
+    async def ask() -> dict[str, Any]:
+        if answers:
+            return dict(answers.pop())
+        try:
+            raise TimeoutError
+        except TimeoutError as error:
+            raise RuntimeError("an engine core did not answer within 30 s") from error
+
+    found = health(ask, clock)
+    await found.look()
+    clock.now += 5.0
+    await found.look()
+    clock.now += 6.0
+    await found.look()
+    assert found.stats() == {REPORT: {"number": 1}}
+    clock.now += 5.0
+    assert found.why_ill().startswith("no step ended for 11 s")
+    answers.append({"number": 2})
+    await found.look()
+    assert found.stats() == {REPORT: {"number": 2}}
+
+
+async def test_a_second_look_waits_for_the_first_and_does_not_forget_since_when_it_waits() -> None:
+    clock, forever, asked = Clock(), asyncio.Event(), 0
+
+    async def ask() -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        await forever.wait()
+        return {}
+
+    found = health(ask, clock)
+    first = asyncio.create_task(found.look())
+    await asyncio.sleep(0.01)
+    clock.now += 11.0
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(found.look(), 0.01)
+    assert asked == 1
+    assert found.why_ill().startswith("no step ended for 11 s")
+    forever.set()
+    await first
+    assert found.why_ill() == ""
 
 
 async def test_it_asks_again_and_again() -> None:

@@ -82,6 +82,40 @@ async def test_a_failure_of_a_dead_engine_is_one_to_be_tried_elsewhere(status: i
     assert (b"what it says" in b"".join(message.get("body", b"") for message in sent)) is (told != 503)
 
 
+@pytest.mark.parametrize(("is_ill", "status"), [(_ill, 503), (_well, 200)])
+async def test_a_stream_that_begins_with_an_error_of_a_dead_engine_is_one_to_be_tried_elsewhere(
+    is_ill: Any, status: int
+) -> None:
+    """vLLM ends such a stream as if it were whole."""
+    sent = await _send(Held(_app([b'data: {"error": {}}\n\n', b"data: [DONE]\n\n"]), is_ill))
+    assert sent[0]["status"] == status
+    assert (b"[DONE]" in b"".join(message.get("body", b"") for message in sent)) is (status == 200)
+
+
+async def test_an_error_behind_the_first_token_passes() -> None:
+    sent = await _send(Held(_app([b"data: {}\n\n", b'data: {"error": {}}\n\n']), _ill))
+    assert [message.get("status") or message["body"] for message in sent[:3]] == [
+        200, b"data: {}\n\n", b'data: {"error": {}}\n\n',
+    ]  # fmt: skip
+
+
+async def test_what_only_keeps_a_stream_alive_does_not_begin_it() -> None:
+    alive = b": keep-alive\n\n"
+    sent = await _send(Held(_app([alive, alive, b"data: {}\n\n"], fails_after=2), _well), fails_after=2)
+    assert sent == []
+    sent = await _send(Held(_app([alive, b"data: {}\n\n"]), _well))
+    assert [message.get("body") for message in sent] == [None, alive, b"data: {}\n\n", b""]
+
+
+@pytest.mark.parametrize("is_ill", [_ill, _well])
+async def test_a_failure_without_an_answer_is_tried_elsewhere_if_the_engine_is_dead(is_ill: Any) -> None:
+    async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+        raise RuntimeError("nobody handles it")
+
+    sent = await _send(Held(app, is_ill), fails_after=0)
+    assert [message.get("status") for message in sent] == ([503, None] if is_ill is _ill else [])
+
+
 def test_it_stands_around_an_application() -> None:
     def words() -> Iterator[str]:
         yield from ("a", "b")

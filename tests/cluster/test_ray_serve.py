@@ -48,8 +48,15 @@ class Answer(NamedTuple):
 class Cluster:
     """A cluster that serves, and its faults."""
 
-    def __init__(self, port: int, faults: Path) -> None:
-        self.port, self.faults = port, faults
+    def __init__(self, port: int, faults: Path, process: subprocess.Popen[str]) -> None:
+        self.port, self.faults, self._process, self.version = port, faults, process, "1"
+
+    def deploy(self, replicas: int, version: str) -> None:
+        """Deploy anew; returns at once."""
+        self.version = version
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{replicas} {version}\n")
+        self._process.stdin.flush()
 
     def ask(
         self, tokens: int = 1, *, session: str = "", stream: bool = False, started: Callable[[int], None] | None = None
@@ -137,10 +144,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     command = [sys.executable, "-m", "tests.support.canned_engine", str(port), str(REPLICAS)]
     with (place / "log").open("w") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            stdin=subprocess.PIPE, text=True,
+        )  # fmt: skip
     try:
-        served = Cluster(port, place)
+        served = Cluster(port, place, process)
 
         def ready() -> bool:
             assert process.poll() is None, (place / "log").read_text()[-4000:]
@@ -154,7 +162,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with_group(process)
 
 
-def with_group(process: subprocess.Popen[bytes]) -> None:
+def with_group(process: subprocess.Popen[str]) -> None:
     """End whatever is left of it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -243,3 +251,42 @@ def test_who_has_no_token_yet_of_a_killed_replica_is_served_by_another(cluster: 
     assert {one.status for one in answers} <= {200, 503}, answers
     assert not any(one.broken for one in answers)
     assert sum(one.status == 200 for one in answers) == 6, answers
+
+
+@pytest.mark.full
+def test_a_rolling_update_loses_no_request(cluster: Cluster) -> None:
+    """Requests come all the time while replica after replica is replaced."""
+    before = cluster.replicas()
+    cluster.deploy(REPLICAS, "2")
+    answers: list[Answer] = []
+    seen: set[int] = set()
+
+    def all_are_new() -> bool:
+        answers.extend(at_once([lambda: cluster.ask(10) for _ in range(6)]))
+        seen.update(one.replica for one in answers[-6:])
+        return len(seen - before) == REPLICAS and before.isdisjoint(one.replica for one in answers[-6:])
+
+    wait_until(all_are_new)
+    assert Counter(one.status for one in answers) == {200: len(answers)}
+
+
+def test_a_replica_that_leaves_ends_what_it_began(cluster: Cluster) -> None:
+    """From three replicas to two while all of them stream; last, as it leaves one less."""
+    cluster.replicas()
+    begun: list[int] = []
+
+    def started(replica: int) -> None:
+        begun.append(replica)
+        if len(begun) == 9:
+            cluster.deploy(REPLICAS - 1, cluster.version)
+
+    answers = at_once([lambda: cluster.ask(120, stream=True, started=started) for _ in range(9)])
+    assert len({one.replica for one in answers}) == REPLICAS
+    assert all((one.status, one.tokens, one.ended) == (200, 120, True) for one in answers)
+
+    def one_is_gone() -> bool:
+        together = at_once([lambda: cluster.ask(4) for _ in range(6)])
+        assert Counter(one.status for one in together) == {200: 6}
+        return len({one.replica for one in together}) == REPLICAS - 1
+
+    wait_until(one_is_gone)

@@ -84,6 +84,38 @@ def test_without_reports_requests_go_round_and_that_is_counted() -> None:
     assert found.fleet.blind == 4
 
 
+def test_where_reports_have_stopped_requests_go_round_and_that_is_counted_and_nothing_is_kept() -> None:
+    found, clock = steering()
+    found.update({"a": report(), "b": report(running=60, prefill_tokens=10_000)})
+    clock.now = 10.0
+    chosen = []
+    for _ in range(400):
+        clock.now += 0.05
+        chosen.append(found.ranked(dict.fromkeys("ab"), "", None)[0])
+    assert 150 < chosen.count("a") < 350
+    assert found.fleet.blind == 400
+    assert sum(len(one.sent) for one in found.fleet.replicas.values()) <= 102
+
+
+def test_a_new_replica_without_reports_is_not_flooded() -> None:
+    found, clock = steering()
+    found.update({"a": {}})
+    for _ in range(1000):
+        clock.now += 0.05
+        found.ranked({"a": 0}, "", None)
+    found.update({"a": {}, "b": {}})
+    chosen = []
+    for _ in range(400):
+        clock.now += 0.05
+        chosen.append(found.ranked({"a": 0, "b": 0}, "", None)[0])
+    assert chosen.count("b") < 300
+
+
+def test_before_ray_has_told_of_anybody_whoever_is_offered_is_asked() -> None:
+    found, _ = steering()
+    assert found.ranked({"a": 0, "b": 0}, "", None) == ["a", "b"]
+
+
 def test_a_report_of_another_version_is_as_none() -> None:
     found, _ = steering()
     found.update({"a": {REPORT: {"number": "one"}}, "b": report()})
@@ -112,6 +144,7 @@ MESSAGES = [
         (None, 512),
         (body(prompt="x" * 400), 100),
         (body(prompt=[5] * 77), 77),
+        (body(prompt=[[5] * 70, [5] * 30]), 100),
         (body(prompt=["x" * 40, "y" * 40]), 20),
         (body(messages=MESSAGES), 600),
         (body(messages="nonsense"), 2),
@@ -132,6 +165,8 @@ def test_long_prompts_without_a_name_go_by_how_they_begin() -> None:
     assert ask_of("", body(prompt="short")).session is None
     assert ask_of("x" * 300, body(prompt="short")).session is None, "no conversation id, as in the engine"
     assert ask_of("talk", first).session == session_key("talk")
+    assert ask_of("talk", body(prompt="x", session_id="y" * 300)).session == session_key("talk")
+    assert ask_of("\ud800", body(prompt="x")).session == session_key("\ud800")
     assert ask_of("talk", body(prompt="x", vllm_xargs={"conversation_id": 7})).session == session_key("talk")
     assert ask_of("talk", body(prompt="x", vllm_xargs=None)).session == session_key("talk")
     assert ask_of("talk", body(prompt="x", vllm_xargs="odd", session_id="mine")).session == session_key("mine")

@@ -167,6 +167,18 @@ def test_who_says_that_it_cannot_serve_is_out_until_it_reports() -> None:
     assert [one.name for one in fleet.rotation(2.1)] == ["a", "b"]
 
 
+def test_an_illness_a_day_later_is_the_first_again_and_many_are_no_error() -> None:
+    fleet = fleet_of(IDLE, IDLE)
+    for number in range(1100):
+        now = 100.0 * number
+        fleet.withdraw("a", now)
+        assert [one.name for one in fleet.rotation(now + 0.5)] in (["b"], ["a", "b"])
+    later = now + 86_400.0
+    fleet.heard("a", replace(IDLE, number=2), later)
+    fleet.withdraw("a", later + 1)
+    assert fleet.replicas["a"].times_out == 1
+
+
 def test_routers_that_know_less() -> None:
     fleet = fleet_of(replace(IDLE, running=3), replace(IDLE, running=1), replace(IDLE, running=20))
     robin = RoundRobin()

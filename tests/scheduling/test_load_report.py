@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 
 from tests.support.steering import Rig, save_profile
 from vllm_ext.scheduling.load_report.report import LoadReport, session_key
@@ -54,11 +56,36 @@ def test_what_is_in_the_prefix_cache_need_not_be_computed() -> None:
 
 
 def test_more_who_wait_than_are_looked_up_are_taken_to_be_like_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two that are looked up three quarters are cached, or so it is said."""
     monkeypatch.setattr("vllm_ext.scheduling.load_report.reporter._MOST_PROBED", 2)
     rig = Rig("fcfs", max_num_seqs=1)
+    monkeypatch.setattr(rig.scheduler.load_reporter._probe, "cached", lambda _: (3, 0, 0))
     for number in range(4):
-        rig.add(f"r{number}", 10)
-    assert report(rig).prefill_tokens == 40
+        rig.add(f"r{number}", 64)
+    assert report(rig).prefill_tokens == 4 * 16
+
+
+def test_who_has_ended_or_loads_its_kv_holds_blocks_and_is_no_queue() -> None:
+    """A connector may hold blocks of those who ended; an asynchronous load has blocks for what it brings."""
+    rig = Rig("fcfs", max_num_seqs=1)
+    rig.add("ended", 30)
+    rig.add("loads", 40)
+    requests = rig.scheduler.requests
+    requests["ended"].status = RequestStatus.FINISHED_STOPPED
+    requests["loads"].status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    requests["loads"].num_computed_tokens = 32
+    found = report(rig)
+    assert (found.prefill_tokens, found.context_tokens) == (8, 0)
+
+
+def test_with_several_groups_of_layers_a_token_takes_a_block_of_each() -> None:
+    rig = Rig("fcfs")
+    rig.add("a", 60, length=5)
+    rig.loop.step()
+    one = report(rig)
+    rig.scheduler.kv_cache_config.kv_cache_groups = 2 * rig.scheduler.kv_cache_config.kv_cache_groups
+    two = report(rig)
+    assert (two.pool_tokens, two.context_tokens) == (one.pool_tokens // 2, one.context_tokens // 2)
 
 
 def test_a_conversation_is_told_of_by_a_hash_and_only_from_the_first_report_on() -> None:
@@ -101,6 +128,17 @@ def test_steps_grow_old_only_while_somebody_is_there() -> None:
     assert report(rig).step_age_s == 0
 
 
+def test_an_engine_that_was_told_to_pause_has_not_hung() -> None:
+    rig = Rig("fcfs")
+    rig.add("a", 20, length=3)
+    rig.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    rig.clock.advance(100.0)
+    assert report(rig).step_age_s == 0
+    rig.scheduler.set_pause_state(PauseState.UNPAUSED)
+    rig.clock.advance(3.0)
+    assert report(rig).step_age_s == 3.0
+
+
 def test_the_mean_output_follows_those_that_ended() -> None:
     rig = Rig("fcfs")
     before = report(rig).output_tokens
@@ -130,6 +168,28 @@ def test_an_answer_makes_so_many_look_ups_and_goes_on_where_the_last_one_stopped
     rig.drain()
     rig.scheduler.reset_prefix_cache()
     assert [len(residency.held(lookups=1)) for _ in range(4)] == [2, 1, 0, 0]
+
+
+def test_of_long_conversations_fewer_are_followed() -> None:
+    """Each has three hashes of blocks; a next turn takes the place of the one before."""
+    rig = Rig("fcfs")
+    reporter: LoadReporter = rig.scheduler.load_reporter
+    reporter._residency = Residency(rig.scheduler, most_hashes=7)
+    for name in ("first", "second", "second", "third", "second"):
+        rig.add(f"r{len(rig.loop.outcomes)}", 50, length=1, conversation_id=name)
+        rig.drain()
+    assert report(rig).resident.keys() == {session_key("second"), session_key("third")}
+    assert reporter._residency._hashes == 6
+
+
+def test_nothing_is_kept_of_conversations_that_were_given_up_even_if_nobody_asks() -> None:
+    rig = Rig("fcfs")
+    reporter: LoadReporter = rig.scheduler.load_reporter
+    residency = reporter._residency = Residency(rig.scheduler, most=2)
+    for number in range(6):
+        rig.add(f"r{number}", 40, length=1, conversation_id=f"talk {number % 3}")
+        rig.drain()
+    assert len(residency._turns) == 2
 
 
 def test_only_the_latest_conversations_are_followed() -> None:

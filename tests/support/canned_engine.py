@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,22 @@ class CannedServer(Server):
     _default_engine_cls = CannedEngine
 
 
+def deploy_as_told(config: dict[str, Any]) -> None:
+    """Deploy anew with every line on stdin: how many replicas, of which version."""
+    from ray import serve
+    from ray.serve.llm import build_openai_app
+
+    (application,) = config["applications"]
+    (llm,) = application["args"]["llm_configs"]
+    for line in sys.stdin:
+        replicas, version = line.split()
+        llm["deployment_config"]["num_replicas"] = int(replicas)
+        llm["runtime_env"]["env_vars"]["VERSION"] = version
+        serve.run(build_openai_app(application["args"]), name=application["name"], blocking=False)
+
+
 def main(port: int, replicas: int) -> int:
-    """Serve until the process is told to end; a line on stdin deploys anew."""
+    """Serve until the process is told to end."""
     from vllm_ext.cli.cluster import _run
     from vllm_ext.cluster.config import ClusterOptions, Replica, serve_config
 
@@ -139,7 +154,9 @@ def main(port: int, replicas: int) -> int:
     (llm,) = config["applications"][0]["args"]["llm_configs"]
     llm["server_cls"] = "tests.support.canned_engine.CannedServer"
     llm["deployment_config"]["graceful_shutdown_timeout_s"] = 30
+    llm["runtime_env"]["env_vars"]["VERSION"] = "1"
     llm["placement_group_config"] = {"bundles": [{"CPU": 1}]}
+    threading.Thread(target=deploy_as_told, args=(config,), daemon=True).start()
     return _run(config, None, 2 * replicas)
 
 

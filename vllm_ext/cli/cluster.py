@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_ext.cli.command import Failed, Parser, UsageError, guarded
+from vllm_ext.cli.command import Failed, Parser, guarded
 from vllm_ext.cluster.config import ENVIRONMENT, ClusterOptions, replica_of, serve_config
 from vllm_ext.cluster.ray_support import RayUnsupported, verify
 from vllm_ext.routing.routers import ROUTERS
@@ -57,10 +57,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _split(parser: Parser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return our own flags, and those for vLLM."""
-    own, rest = [], []
+    own: list[str] = []
+    rest: list[str] = []
     takes = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
     arguments = iter(argv)
     for argument in arguments:
+        if argument == "--":
+            rest += arguments
+            break
         name, has_value, _ = argument.partition("=")
         if name not in takes:
             rest.append(argument)
@@ -72,9 +76,10 @@ def _split(parser: Parser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _serve(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    if not rest:
-        raise UsageError("MODEL is missing: vllm-ext cluster serve MODEL [--replicas N]")
-    options = ClusterOptions(replicas=args.replicas, router=args.router, report_s=args.report_s, hang_s=args.hang_s)
+    options = ClusterOptions(
+        replicas=args.replicas, router=args.router, report_s=args.report_s, hang_s=args.hang_s,
+        colocate_predictor=args.colocate_predictor,
+    )  # fmt: skip
     replica = replica_of(rest)
     config = serve_config(replica, options)
     if args.print_config:
@@ -104,7 +109,7 @@ def _run(config: dict[str, Any], address: str | None, places: int | None) -> int
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for it to call home
     try:
-        ray.init(address=address, num_cpus=places, include_dashboard=False if address is None else None)
+        ray.init(address=address or "local", num_cpus=places, include_dashboard=False if address is None else None)
     except ConnectionError as error:
         raise Failed(f"--address={address}: no Ray cluster answers there ({error})") from error
     (application,) = config["applications"]
@@ -118,7 +123,8 @@ def _run(config: dict[str, Any], address: str | None, places: int | None) -> int
         threading.Event().wait()
         return 0
     except RuntimeError as error:
-        raise Failed(str(error).strip().splitlines()[-1]) from error  # of a traceback from an actor what it says
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise Failed(lines[-1]) from error  # of a traceback from an actor what it says
     except KeyboardInterrupt:
         return 0
     finally:

@@ -28,6 +28,8 @@ def server_as_it_is(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
         flags.setdefault(f"{spec_flags.SPEC}workload.arrivals", "recorded")
     spec = spec_flags.base_spec(args)
     checked(with_values(spec, {"engine.system": "fcfs"}))  # options, which vLLM alone has none of
+    if args.router and args.replicas == 1:
+        raise UsageError(f"--router {args.router}: needs --replicas N above 1")
     spec = with_values(_as_vllm(spec), {"replicas": args.replicas, "router": args.router})
     resolve(spec)  # what vLLM would not start with is refused before anything is run
     arrivals = spec.workload.arrivals

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +25,12 @@ ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # The router sees how long a prompt is, and what conversation it names in its body.
     "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
-    # Of whom nothing was sent to the client yet goes to another replica: `held.Held` sends nothing before a token.
+    # A request is tried on another replica as long as its client got nothing: `held.Held` sends nothing before a token.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response 503",
     "RAY_SERVE_HAPROXY_RETRIES": "2",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "90",
-    # A buffer of this size for each request that is routed: Ray's 8 MiB are 32 GiB for its 4,096 connections. Bodies
-    # that are longer are routed by their conversation alone.
+    # A buffer of this size for each request that is routed: Ray's 8 MiB are 32 GiB for its 4,096 connections. A body
+    # that is longer is not seen: it is routed by the header that names its conversation, if it has one.
     "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": "1048576",
     # Ray's workers give way to everything else on a machine; engines are what it is there for.
     "RAY_worker_niceness": "0",
@@ -42,6 +43,8 @@ _REFUSED = {
     "ssl_keyfile": "end TLS in front of Ray Serve's route",
     "ssl_certfile": "end TLS in front of Ray Serve's route",
     "root_path": "give the route's prefix to your own proxy",
+    "hf_token": "set HF_TOKEN in the environment: this would be printed, and shown on Ray's dashboard",
+    "distributed_executor_backend": "Ray Serve chooses it",
     "grpc_port": "Ray Serve's route speaks HTTP",
     "nnodes": "a replica is one engine; --replicas says how many",
     "node_rank": "a replica is one engine; --replicas says how many",
@@ -81,8 +84,8 @@ class ClusterOptions:
         make_router(self.router)
         if not 0.05 <= self.report_s <= 2:
             raise ValueError(f"report_s={self.report_s!r}: must be from 0.05 to 2 seconds; routers go by it up to 5")
-        if not self.hang_s >= 1:
-            raise ValueError(f"hang_s={self.hang_s!r}: must be at least 1")
+        if not 1 <= self.hang_s < math.inf:
+            raise ValueError(f"hang_s={self.hang_s!r}: must be at least 1, and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +118,17 @@ def replica_of(argv: Sequence[str], prog: str = "vllm-ext cluster serve") -> Rep
     parser = make_arg_parser(FlexibleArgumentParser(prog=prog))
     typed, usual = _parsed(parser, argv), _parsed(parser, [])
     given = {name: value for name, value in vars(typed).items() if value != getattr(usual, name, None)}
+    if typed.model_tag is None and "model" not in given:
+        raise ClusterConfigError(f"MODEL is missing: {prog} MODEL [--replicas N]")
     for name, why in _REFUSED.items():
         if name in given:
-            raise ClusterConfigError(f"--{name.replace('_', '-')}={given[name]!r}: must be left out: {why}")
+            shown = "" if name == "hf_token" else f"={given[name]!r}"
+            raise ClusterConfigError(f"--{name.replace('_', '-')}{shown}: must be left out: {why}")
+    if "." in str(given.get("scheduler_cls", "")):
+        raise ClusterConfigError(
+            f"--scheduler-cls={given['scheduler_cls']!r}: must be the name of a system, which reports its load; "
+            "--ext-policy takes policies of your own"
+        )
     for name in _SINGLE:
         if given.get(name) not in (None, 1):
             flag = f"--{name.replace('_', '-')}={given[name]!r}"
@@ -216,5 +227,6 @@ def _plain(value: Any) -> Any:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     usual = type(value)()
-    names = [one.name for one in dataclasses.fields(value) if one.init]
+    # An id of an engine is drawn by chance where it was not typed, and two replicas can't have one.
+    names = [one.name for one in dataclasses.fields(value) if one.init and one.name != "engine_id"]
     return {name: _plain(mine) for name in names if (mine := getattr(value, name, None)) != getattr(usual, name, None)}

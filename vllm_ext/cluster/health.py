@@ -31,9 +31,10 @@ class Health:
     ) -> None:
         self._ask, self._report_s, self._hang_s, self._clock = ask, report_s, hang_s, clock
         self._report: dict[str, Any] | None = None
-        self._asked_s: float | None = None
-        self.ill = ""
-        """Why it can't serve; empty: it can."""
+        self._unanswered_s: float | None = None
+        """Since when a question has no answer."""
+        self._looking: asyncio.Task[None] | None = None
+        self._dead = ""
 
     async def follow(self) -> None:
         """Ask for ever."""
@@ -42,16 +43,23 @@ class Health:
             await asyncio.sleep(self._report_s)
 
     async def look(self) -> None:
-        """Ask once."""
-        self._asked_s = self._clock()
+        """Ask, or wait for the answer to a question that was asked already."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+        await asyncio.shield(self._looking)
+
+    async def _look(self) -> None:
+        if self._unanswered_s is None:
+            self._unanswered_s = self._clock()
         try:
             self._report = await self._ask()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine did not answer
-            self.ill = f"the engine does not answer: {error or type(error).__name__}"
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine can't be asked
+            if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+                return  # it may be in a long step; how long is too long is said elsewhere
+            self._dead = f"the engine does not answer: {error or type(error).__name__}"
         else:
-            self.ill = ""
-        finally:
-            self._asked_s = None
+            self._dead = ""
+        self._unanswered_s = None
 
     def stats(self) -> dict[str, Any]:
         """Return what the router is told; an engine in a long step has its last report, which grows old."""
@@ -61,9 +69,9 @@ class Health:
 
     def why_ill(self) -> str:
         """Return why the engine can't serve; empty: it can."""
-        if self.ill:
-            return self.ill
+        if self._dead:
+            return self._dead
         # An engine answers between steps: one that hangs in a step does not answer at all.
-        unanswered_s = 0.0 if self._asked_s is None else self._clock() - self._asked_s
+        unanswered_s = 0.0 if self._unanswered_s is None else self._clock() - self._unanswered_s
         age_s = max(unanswered_s, float((self._report or {}).get("step_age_s", 0.0)))
         return f"no step ended for {age_s:.0f} s though requests are there" if age_s > self._hang_s else ""

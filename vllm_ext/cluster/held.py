@@ -1,8 +1,8 @@
 """Answers of a replica that are lost before they began are given by another one.
 
 Ray's proxy may send a request elsewhere as long as it has got nothing of an answer, or one with status 503. So the head
-of an answer waits for the first byte behind it, which of a stream is its first token; and who would be told of a dead
-engine with status 500 is told 503.
+of an answer waits for the first byte behind it, which of a stream is its first token; and a failure of a dead engine,
+told by status 500 or by the first event of a stream, becomes 503.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _RETRY_AFTER_S = 2
+_ERROR_EVENT, _COMMENT = b'data: {"error"', b":"
+"""How events of a stream begin: one that tells of an error, and one that says nothing, to keep a connection alive."""
 _Message = MutableMapping[str, Any]
 
 
@@ -33,27 +35,46 @@ class Held:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        head: _Message | None = None
-        replaced = False
+        answer = _Answer(send, self._is_ill)
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception:
+            if answer.begun or not await self._is_ill():
+                raise
+            await _send_elsewhere(send)
 
-        async def held(message: _Message) -> None:
-            nonlocal head, replaced
-            if replaced:
-                return
-            if message["type"] == "http.response.start":
-                if message["status"] >= HTTPStatus.INTERNAL_SERVER_ERROR and await self._is_ill():
-                    replaced = True
-                    await _send_elsewhere(send)
-                    return
-                head = message
-                return
-            if head is not None and (message.get("body") or not message.get("more_body", False)):
-                start, head = head, None
-                await send(start)
-            if head is None:
-                await send(message)
 
-        await self._app(scope, receive, held)
+class _Answer:
+    """One answer, which begins with the first byte that says something."""
+
+    def __init__(self, send: Send, is_ill: Callable[[], Awaitable[bool]]) -> None:
+        self._send, self._is_ill = send, is_ill
+        self._waiting: list[_Message] = []
+        self.begun = self._replaced = False
+
+    async def send(self, message: _Message) -> None:
+        """Take a message of the application's."""
+        if self._replaced:
+            return
+        if self.begun:
+            await self._send(message)
+            return
+        if message.get("body") or message["type"] == "http.response.start" or not message.get("more_body", False):
+            self._waiting.append(message)
+        if message["type"] == "http.response.start":
+            failed = message["status"] >= HTTPStatus.INTERNAL_SERVER_ERROR
+        else:
+            body = message.get("body", b"")
+            failed = body.startswith(_ERROR_EVENT)  # a stream has status 200 before it is known that it fails
+            if message.get("more_body", False) and not failed and (not body or body.startswith(_COMMENT)):
+                return
+        if failed and await self._is_ill():
+            self._replaced = self.begun = True
+            await _send_elsewhere(self._send)
+        elif message["type"] != "http.response.start":
+            self.begun = True
+            for one in self._waiting:
+                await self._send(one)
 
 
 async def _send_elsewhere(send: Send) -> None:

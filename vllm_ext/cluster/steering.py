@@ -22,7 +22,7 @@ _CHARS_PER_TOKEN = 4
 _UNKNOWN_TOKENS = 512
 """Of a prompt that was not forwarded."""
 _HEAD_CHARS = 1024
-"""Of a prompt that names no conversation, which stand for it: its next turn begins with them."""
+"""Of a prompt that names no conversation: a hash of them stands for it, as its next turn begins with the same."""
 
 
 class Steering:
@@ -73,6 +73,8 @@ class Steering:
             session: Of the header; empty: there was none.
             request: The body as an object; None: it was not forwarded.
         """
+        if not self.fleet.replicas:
+            return [*names]
         now = self._clock()
         ask, blind = ask_of(session, request), self.fleet.blind
         chosen = self._policy.choose(ask, self.fleet, now)
@@ -115,7 +117,7 @@ def ask_of(session: str, request: Any) -> Ask:
     arguments = getattr(request, "vllm_xargs", None)
     named = arguments.get("conversation_id") if isinstance(arguments, Mapping) else None
     for name in (named, getattr(request, "session_id", None)):
-        if isinstance(name, str) and name:
+        if isinstance(name, str) and 0 < len(name) <= MAX_CONVERSATION_ID_CHARS:
             session = name
             break
     tokens, head = _UNKNOWN_TOKENS, ""
@@ -133,6 +135,8 @@ def _measured(request: Any) -> tuple[int, str]:
     prompt = getattr(request, "prompt", None)
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
         return len(prompt), " ".join(map(str, prompt[:_HEAD_CHARS]))
+    if isinstance(prompt, list) and prompt and all(isinstance(one, list) for one in prompt):
+        return max(1, sum(len(one) for one in prompt)), ""
     size, head = 0, ""
     for text in _texts(prompt if prompt is not None else getattr(request, "messages", None)):
         size += len(text)

@@ -158,6 +158,8 @@ def take(path: Path) -> int | None:
         OSError: the folder is not ours, or can't be made.
     """
     path.parent.mkdir(mode=0o700, exist_ok=True)
+    if path.parent.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{path.parent}: belongs to somebody else")
     held = os.open(path.parent / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

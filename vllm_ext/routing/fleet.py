@@ -67,9 +67,9 @@ class Replica:
 
     @property
     def requests(self) -> int:
-        """Those who run, wait, or are under way; of this router alone, where there are no reports."""
-        if self.report is None:
-            return self.in_flight
+        """Those who run, wait, or are under way; without reports, those that this router sent there lately."""
+        if self.report is None:  # nobody tells what ended, so what was sent lately has to do
+            return len(self.sent)
         return self.report.running + self.report.waiting + len(self.sent)
 
     def forget(self, before_s: float) -> None:
@@ -139,6 +139,8 @@ class Fleet:
             return False
         replica.report, replica.heard_s, self._prices = report, now, None
         replica.forget(now - self.lag_s)
+        if now - replica.failed_s > 2 * _LONGEST_OUT_S:  # nobody may tell that requests end well
+            replica.failures = replica.times_out = 0
         if last is None or last.started != report.started:  # of a router, or a replica, that was started anew
             for session, held in report.resident.items():
                 self._learn(session, name, max(held))
@@ -152,7 +154,7 @@ class Fleet:
         replica.sent_prefill_tokens += tokens
         replica.sent_context_tokens += ask.prompt_tokens
         replica.in_flight, replica.sent_s = replica.in_flight + 1, now
-        if replica.report is None:
+        if replica.report is None or self.is_stale(replica, now):
             replica.forget(now - self.stale_s)
         if ask.session is not None:
             self._settle(ask.session, name)
@@ -186,13 +188,17 @@ class Fleet:
         That is so while its reports are stale; after failures in a row until it reports again, and for a time that
         doubles each time: a dead engine answers soonest, and would draw all requests to it.
         """
-        if replica.report is not None and now - replica.heard_s > self.stale_s:
+        if self.is_stale(replica, now):
             return True
         if replica.failures < self.most_failures:
             return False
-        rests_s = min(_LONGEST_OUT_S, 2.0 ** (replica.times_out - 1))
+        rests_s = min(_LONGEST_OUT_S, 2.0 ** min(replica.times_out - 1, 10))
         rested = now - replica.failed_s >= rests_s
         return not (rested and (replica.report is None or replica.heard_s > replica.failed_s))
+
+    def is_stale(self, replica: Replica, now: float) -> bool:
+        """Whether a replica has reported, and not lately."""
+        return replica.report is not None and now - replica.heard_s > self.stale_s
 
     def rotation(self, now: float) -> list[Replica]:
         """Return those to choose from, by name: who has reported, if anybody has; all of them, if all are out.

@@ -112,7 +112,7 @@ class Marginal:
     def choose(self, ask: Ask, fleet: Fleet, now: float) -> str:
         """Return the cheapest, or the home; without any report the home, or the least loaded."""
         replicas = fleet.rotation(now)
-        told = [(one, one.report) for one in replicas if one.report is not None]
+        told = [(one, one.report) for one in replicas if one.report is not None and not fleet.is_stale(one, now)]
         output = sum(report.output_tokens for _, report in told) / max(1, len(told))
         prices = fleet.prices()
         costs = {one.name: self.cost(ask, one, report, output, prices[one.name]) for one, report in told}

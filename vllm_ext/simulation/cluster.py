@@ -226,7 +226,9 @@ def simulate_replicas(spec: SimulationSpec) -> RunData:
     Raises:
         ValueError, Stalled: as `simulate_cluster`.
     """
-    router = spec.router or ("round-robin" if spec.engine.system in UPSTREAM else "marginal")
+    router = spec.router or "marginal"
+    if router == "marginal" and spec.engine.system in UPSTREAM:  # which tells routers nothing
+        router = "round-robin"
     one = spec.model_copy(update={"replicas": 1, "router": ""})
     return simulate_cluster(one, replicas=spec.replicas, router=router).whole
 

@@ -109,8 +109,8 @@ class SimulationSpec(BaseModel):
     replicas: int = Field(default=1, ge=1)
     """Such engines, behind a router, that share the load; `simulation.cluster` serves by more than one."""
     router: str = ""
-    """Who chooses among them, of `routing.routers`; empty: `marginal`, and `round-robin` for vLLM alone, which tells
-    routers nothing."""
+    """Who chooses among them, of `routing.routers`; empty: `marginal`, in whose place vLLM alone, which tells routers
+    nothing, has `round-robin`."""
     exact: Annotated[bool, Flag()] = False
     """Tell vLLM's scheduler of every request in every step: the same results to the last digit, several times later.
     Where there is a KV connector it always is."""

@@ -11,13 +11,13 @@ from pydantic.dataclasses import dataclass
 
 MOST_SESSIONS = 2000
 """Conversations of a report, the latest ones: each takes some 40 bytes, and a report goes to every router."""
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, le=1 << 53)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def session_key(session: str) -> str:
-    """Return what stands for a conversation in reports: nobody who reads one learns a client's own id."""
-    return hashlib.blake2b(session.encode(), digest_size=8).hexdigest()
+    """Return what stands for a conversation in reports. It tells nobody the id, but who guesses that can check it."""
+    return hashlib.blake2b(session.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.kv.connector.cached_prefixes import PrefixProbe
@@ -25,6 +26,8 @@ _PROFILED_STEPS = 10_000
 """For which a profile stands."""
 _MOST_PROBED = 512
 """Waiting requests that are looked up in the prefix cache; the others are taken to be like them."""
+_MOST_WALKED = 16
+"""The same, where a look-up walks through the whole prompt."""
 
 
 class LoadReporter:
@@ -71,18 +74,23 @@ class LoadReporter:
         """
         scheduler, self._number = self._scheduler, self._number + 1
         running, waiting = scheduler.get_request_counts()
-        queue = [one for one in scheduler.requests.values() if one.status is not RequestStatus.RUNNING]
+        others = [one for one in scheduler.requests.values() if one.status is not RequestStatus.RUNNING]
+        # Who has ended may keep blocks for a connector, and who loads has them: those are in use.
+        queue = [one for one in others if not one.is_finished() and not one.num_computed_tokens]
         begun = sum(max(0, one.num_prompt_tokens - one.num_computed_tokens) for one in scheduler.running)
-        pool, size = scheduler.kv_cache_manager.block_pool, scheduler.block_size
-        used = max(0, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()) * size  # one stands for no block
+        begun += sum(one.num_tokens - one.num_computed_tokens for one in others
+                     if one.num_computed_tokens and not one.is_finished())  # fmt: skip
+        pool = scheduler.kv_cache_manager.block_pool
+        used = max(0, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # one stands for no block
         if resident and self._residency is None:
             self._residency = Residency(scheduler)
         return LoadReport(
             number=self._number, started=self._started, running=running, waiting=waiting,
             seats=scheduler.max_num_running_reqs, prefill_tokens=begun + self._uncached_tokens(queue),
-            context_tokens=used + sum(one.num_tokens for one in queue), pool_tokens=pool.num_gpu_blocks * size,
+            context_tokens=self._tokens(used) + sum(one.num_tokens for one in queue),
+            pool_tokens=self._tokens(pool.num_gpu_blocks),
             output_tokens=self._output_tokens, prices=self._prices(),
-            step_age_s=max(0.0, self._clock() - self._stepped_s) if running + waiting else 0.0,
+            step_age_s=self._step_age_s() if running + waiting else 0.0,
             resident=self._residency.held() if resident and self._residency is not None else {},
         )  # fmt: skip
 
@@ -97,11 +105,23 @@ class LoadReporter:
             "step_age_s": report.step_age_s,
         }
 
+    def _tokens(self, blocks: int) -> int:
+        """Return the tokens for which so many blocks are; a token takes one of each group of layers."""
+        groups = max(1, len(self._scheduler.kv_cache_config.kv_cache_groups))
+        return blocks * int(self._scheduler.block_size) // groups
+
+    def _step_age_s(self) -> float:
+        now = self._clock()
+        if self._scheduler._pause_state is not PauseState.UNPAUSED:  # as it was told, and none is to be expected
+            self._stepped_s = now
+        return max(0.0, now - self._stepped_s)
+
     def _uncached_tokens(self, requests: Iterable[Request]) -> int:
         """Return the tokens of waiting requests that the device does not have."""
         size, tokens, uncached = self._probe.block_size, 0, 0
         waiting = iter(requests)
-        for one in itertools.islice(waiting, _MOST_PROBED):
+        most = _MOST_PROBED if self._probe.gallops else _MOST_WALKED
+        for one in itertools.islice(waiting, most):
             tokens += one.num_tokens
             uncached += max(1, one.num_tokens - self._probe.cached(one)[0] * size)
         others = sum(one.num_tokens for one in waiting)
