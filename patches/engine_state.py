@@ -85,7 +85,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Addition(
         target="vllm.v1.engine.core:EngineCore.vllm_ext_load",
-        feature="load report",
+        feature="admin endpoint",
         why="utility calls are the one way from a front end to its scheduler, and are dispatched by name",
         breaks_without="routers can't be told how loaded the engine is, nor whose KV it has",
         remove_when="a front-end plugin can speak to the scheduler",

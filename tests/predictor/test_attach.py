@@ -200,9 +200,11 @@ class Processes:
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
+        self.shared: list[bool] = []
 
-    def __call__(self, _config: Any, _folder: Path, path: Path) -> FakeProcess:
+    def __call__(self, _config: Any, _folder: Path, path: Path, *, shared: bool) -> FakeProcess:
         self.paths.append(path)
+        self.shared.append(shared)
         return FakeProcess()
 
 
@@ -211,6 +213,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     made = Processes()
     monkeypatch.setattr(attach, "PredictorProcess", made)
     monkeypatch.delenv(envs.PREDICTOR, raising=False)
+    monkeypatch.delenv(envs.COLOCATED_PREDICTOR, raising=False)
     return made
 
 
@@ -339,3 +342,16 @@ def test_nothing_of_the_service_is_pickled() -> None:
     sources = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py")}
     assert len(sources) > 5
     assert [name for name, text in sources.items() if "pickle" in text or "pyobj" in text] == []
+
+
+def test_engines_of_one_machine_share_the_predictor_that_is_named_and_each_may_start_it(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(envs.COLOCATED_PREDICTOR, "a1b2")
+    assert path_of() == path_of() == path_of(2, 1)
+    assert len(processes.paths) == 3
+    assert len({*processes.paths}) == 1
+    assert processes.shared == [True, True, True]
+    monkeypatch.setenv(envs.COLOCATED_PREDICTOR, "../elsewhere")
+    with pytest.raises(ValueError, match="must be up to 64 letters and digits"):
+        path_of()

@@ -87,7 +87,7 @@ def test_state_is_json_and_complete(system: str) -> None:
         "preemptions", "fallbacks", "stalls", "demotions", "bad_hints", "policy_steps", "policy_s", "steps", "runtime",
         "records", "next_record", "lost_records", "system", "policies", "running", "waiting_by_level", "oldest_wait_s",
         "late_predictions", "wait_forecast", "dispositions", "waits_compared", "wait_expected_s", "wait_actual_s",
-        "wait_error_s", "refusals", "waiting_for", "why_waiting", "sharing", "load", "switch",
+        "wait_error_s", "refusals", "waiting_for", "why_waiting", "sharing", "load", "load_report", "switch",
         "longest_wait_by_level",
     }  # fmt: skip
     assert (state["system"], state["running"], state["steps"]) == (system, 1, 2)
