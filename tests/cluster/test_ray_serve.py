@@ -83,6 +83,14 @@ class Cluster:
             connection.close()
         return Answer(status, replica, read, ended, broken)
 
+    def settled(self) -> bool:
+        """Whether a conversation stays for a second: before all have reported, it goes to who has."""
+        seen = set()
+        for _ in range(10):
+            seen.add(self.ask(session="settles").replica)
+            time.sleep(0.1)
+        return len(seen) == 1
+
     def fault(self, kind: str, replica: int) -> Path:
         return self.faults / f"{kind}.{replica}"
 
@@ -155,6 +163,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             return "serving on" in (place / "log").read_text()
 
         wait_until(ready)
+        wait_until(served.settled)
         yield served
         process.send_signal(signal.SIGTERM)
         assert process.wait(_PATIENCE_S) == 0
