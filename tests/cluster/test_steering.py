@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.cluster.health import ILL, REPORT
-from vllm_ext.scheduling.load_report.report import session_key
+from vllm_ext.scheduling.load_report.report import LoadReport, session_key
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
@@ -120,6 +120,19 @@ def test_a_report_of_another_version_is_as_none() -> None:
     found, _ = steering()
     found.update({"a": {REPORT: {"number": "one"}}, "b": report()})
     assert found.ranked(dict.fromkeys("ab"), "", None)[0] == "b"
+
+
+def test_a_report_that_comes_again_with_another_s_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = steering()
+    read = []
+    original = LoadReport.parse
+    monkeypatch.setattr(LoadReport, "parse", lambda raw: read.append(raw["number"]) or original(raw))
+    found.update({"a": report(1), "b": report(1)})
+    found.update({"a": report(2), "b": report(1)})
+    assert read == [1, 1, 2]
+    found.update({"a": report(1, started="anew"), "b": report(1)})
+    assert read == [1, 1, 2, 1]
+    assert found.fleet.replicas["a"].report == LoadReport.parse(report(1, started="anew")[REPORT])
 
 
 def test_ray_may_offer_fewer_than_it_told_of_or_others() -> None:

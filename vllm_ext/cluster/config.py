@@ -9,7 +9,7 @@ import io
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_ext import envs
@@ -75,8 +75,6 @@ class ClusterOptions:
     """After which a replica is started anew, when no step of its engine ends while requests are there."""
     colocate_predictor: bool = False
     """Whether the replicas of a machine share the process that predicts output lengths."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Of the replicas."""
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -178,7 +176,7 @@ def llm_config(replica: Replica, options: ClusterOptions) -> dict[str, Any]:
         # Ray's logger of metrics would take the place of vLLM's, whose /metrics ours are on.
         "log_engine_metrics": False,
         **({"accelerator_config": {"kind": "cpu"}} if replica.on_cpu else {}),
-        "runtime_env": {"env_vars": {**environment, **options.environment}},
+        "runtime_env": {"env_vars": environment},
         "deployment_config": {
             "num_replicas": options.replicas,
             "max_ongoing_requests": 1_000_000,  # the engine queues, where the order is ours

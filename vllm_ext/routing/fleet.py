@@ -126,8 +126,10 @@ class Fleet:
 
     def consist_of(self, names: Iterable[str]) -> None:
         """Take in replicas that are new, and forget those that are gone."""
-        self.replicas = {name: self.replicas.get(name) or Replica(name) for name in sorted(set(names))}
-        self._prices = None
+        known = sorted(set(names))
+        if known != [*self.replicas]:
+            self.replicas = {name: self.replicas.get(name) or Replica(name) for name in known}
+            self._prices = None
 
     def heard(self, name: str, report: LoadReport, now: float) -> bool:
         """Take in a report; False if it is of nobody who is known, or no newer than the last one."""

@@ -74,12 +74,12 @@ class LoadReporter:
         """
         scheduler, self._number = self._scheduler, self._number + 1
         running, waiting = scheduler.get_request_counts()
-        others = [one for one in scheduler.requests.values() if one.status is not RequestStatus.RUNNING]
         # Who has ended may keep blocks for a connector, and who loads has them: those are in use.
-        queue = [one for one in others if not one.is_finished() and not one.num_computed_tokens]
+        others = (one for one in scheduler.requests.values() if one.status is not RequestStatus.RUNNING)
+        waits = [one for one in others if not one.is_finished()]
+        queue = [one for one in waits if not one.num_computed_tokens]
         begun = sum(max(0, one.num_prompt_tokens - one.num_computed_tokens) for one in scheduler.running)
-        begun += sum(one.num_tokens - one.num_computed_tokens for one in others
-                     if one.num_computed_tokens and not one.is_finished())  # fmt: skip
+        begun += sum(one.num_tokens - one.num_computed_tokens for one in waits if one.num_computed_tokens)
         pool = scheduler.kv_cache_manager.block_pool
         used = max(0, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # one stands for no block
         if resident and self._residency is None:

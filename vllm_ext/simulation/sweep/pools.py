@@ -29,12 +29,16 @@ def simulate_point(spec: SimulationSpec) -> dict[str, float]:
 
     vLLM is imported here: this is called in workers, or where there is but one process.
     """
-    from vllm_ext.simulation.cluster import simulate_replicas
     from vllm_ext.simulation.measure.iterations import iterations
     from vllm_ext.simulation.measure.metrics import summarise, windows_of
     from vllm_ext.simulation.run import simulate
 
-    run = simulate(spec) if spec.replicas == 1 else simulate_replicas(spec)
+    if spec.replicas == 1:
+        run = simulate(spec)
+    else:  # routers are imported by runs alone that they can decide: a change of theirs leaves all others as they are
+        from vllm_ext.simulation.cluster import simulate_replicas
+
+        run = simulate_replicas(spec)
     metrics = summarise(run) | windows_of(run, spec.record.windows)
     if spec.record.token_times:
         metrics |= iterations(run, spec.max_time_s)
