@@ -96,9 +96,11 @@ def test_engines_have_no_id_in_common_and_share_a_predictor_only_where_that_is_a
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     connector = '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'
-    command = ["cluster", "serve", model, "--kv-transfer-config", connector, "--print-config"]
+    command = ["cluster", "serve", model, "--kv-transfer-config", connector, "--print-config",
+               "--scheduler-cls", "fcfs"]  # fmt: skip
     environments = []
-    for flags in ([], ["--colocate-predictor"]):
+    predictor = ["--ext-prediction-sources", "hint,retrieval"]
+    for flags in (predictor, ["--colocate-predictor", *predictor]):
         assert main([*command, *flags]) == 0
         (application,) = yaml.safe_load(capsys.readouterr().out)["applications"]
         (found,) = application["args"]["llm_configs"]
@@ -107,6 +109,11 @@ def test_engines_have_no_id_in_common_and_share_a_predictor_only_where_that_is_a
         }  # fmt: skip
         environments.append(found["runtime_env"]["env_vars"])
     assert [envs.COLOCATED_PREDICTOR in each for each in environments] == [False, True]
+
+
+def test_a_predictor_to_share_has_to_be_asked_for(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "serve", model, "--colocate-predictor", "--print-config"]) == 2
+    assert "--ext-prediction-sources=hint,history: must have 'retrieval'" in capsys.readouterr().err
 
 
 def test_the_command_prints_a_file_that_is_read_again(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,3 +176,12 @@ def test_without_ray_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray.serve.llm", None)
     with pytest.raises(RayUnsupported, match=r"pip install 'vllm-ext\[ray\]'"):
         verify()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:65536"])
+def test_a_cluster_that_is_not_there_is_one_line(address: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+    assert main(["cluster", "serve", model, "--address", address]) == 3
+    said = capsys.readouterr().err
+    assert f"--address={address}: no Ray cluster answers there (" in said
+    assert "Traceback" not in said

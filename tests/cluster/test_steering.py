@@ -146,7 +146,7 @@ MESSAGES = [
     {"role": "system", "content": "s" * 2000},
     {
         "role": "user",
-        "content": [{"type": "text", "text": "u" * 400}, {"type": "image_url", "image_url": {"url": "x"}}],
+        "content": [{"type": "text", "text": "u" * 1200}, {"type": "image_url", "image_url": {"url": "x"}}],
     },
 ]
 
@@ -159,7 +159,7 @@ MESSAGES = [
         (body(prompt=[5] * 77), 77),
         (body(prompt=[[5] * 70, [5] * 30]), 100),
         (body(prompt=["x" * 40, "y" * 40]), 20),
-        (body(messages=MESSAGES), 600),
+        (body(messages=MESSAGES), 800),
         (body(messages="nonsense"), 2),
         (body(messages=[{"role": "user", "content": None}]), 1),
         (body(prompt=""), 1),
@@ -174,7 +174,8 @@ def test_a_prompt_is_measured_whatever_it_is(request_: Any, tokens: int) -> None
 def test_long_prompts_without_a_name_go_by_how_they_begin() -> None:
     first, next_turn = body(messages=MESSAGES), body(messages=[*MESSAGES, {"role": "user", "content": "more"}])
     assert ask_of("", first).session == ask_of("", next_turn).session is not None
-    assert ask_of("", body(messages=[{"role": "system", "content": "t" * 2000}])).session != ask_of("", first).session
+    other = [MESSAGES[0], {"role": "user", "content": "v" * 1200}]
+    assert ask_of("", body(messages=other)).session not in (None, ask_of("", first).session)
     assert ask_of("", body(prompt="short")).session is None
     assert ask_of("x" * 300, body(prompt="short")).session is None, "no conversation id, as in the engine"
     assert ask_of("talk", first).session == session_key("talk")
@@ -183,3 +184,15 @@ def test_long_prompts_without_a_name_go_by_how_they_begin() -> None:
     assert ask_of("talk", body(prompt="x", vllm_xargs={"conversation_id": 7})).session == session_key("talk")
     assert ask_of("talk", body(prompt="x", vllm_xargs=None)).session == session_key("talk")
     assert ask_of("talk", body(prompt="x", vllm_xargs="odd", session_id="mine")).session == session_key("mine")
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_long_system_prompt_does_not_make_strangers_one_conversation(role: str) -> None:
+    shared = {"role": role, "content": "s" * 5000}
+    said = [{"role": "user", "content": f"question of client {number}"} for number in range(2)]
+    assert [ask_of("", body(messages=[shared, one])).session for one in said] == [None, None]
+    answered = [[shared, one, {"role": "assistant", "content": "a" * 1024}] for one in said]
+    mine, other = (ask_of("", body(messages=[*turns, said[0]])).session for turns in answered)
+    assert mine is not None
+    assert other not in (None, mine)
+    assert ask_of("", body(messages=[*answered[0], said[0], answered[0][-1]])).session == mine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from vllm_ext.cluster.ray_support import RayUnsupported, verify
 from vllm_ext.routing.routers import ROUTERS
 
 _USUAL = ClusterOptions()
+_REACH_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,6 +104,18 @@ def text_of(config: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n" + str(yaml.safe_dump(config, sort_keys=False))
 
 
+def _reach(address: str) -> None:
+    """Make sure that somebody listens: Ray takes minutes to find out.
+
+    Raises:
+        OSError: nobody does.
+        OverflowError: there is no such port.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+
+
 def _run(config: dict[str, Any], address: str | None, places: int | None) -> int:
     import ray
     from ray import serve
@@ -109,9 +123,12 @@ def _run(config: dict[str, Any], address: str | None, places: int | None) -> int
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for it to call home
     try:
+        if address is not None:
+            _reach(address)
         ray.init(address=address or "local", num_cpus=places, include_dashboard=False if address is None else None)
-    except ConnectionError as error:
-        raise Failed(f"--address={address}: no Ray cluster answers there ({error})") from error
+    except (OSError, OverflowError) as error:
+        token = "; one that asks for a token needs RAY_AUTH_MODE=token here, too"
+        raise Failed(f"--address={address}: no Ray cluster answers there ({error}){token}") from error
     (application,) = config["applications"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray leaves a handler of its own
     signal.signal(signal.SIGINT, signal.default_int_handler)

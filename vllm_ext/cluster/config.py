@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ext import envs
-from vllm_ext.config import KEY
+from vllm_ext.config import KEY, RETRIEVAL, parse
 from vllm_ext.routing.routers import make_router
 
 IMPORT_PATH = "ray.serve.llm:build_openai_app"
@@ -161,13 +161,21 @@ def serve_config(replica: Replica, options: ClusterOptions) -> dict[str, Any]:
 
 
 def llm_config(replica: Replica, options: ClusterOptions) -> dict[str, Any]:
-    """Return the fields of Ray's ``LLMConfig``."""
+    """Return the fields of Ray's ``LLMConfig``.
+
+    Raises:
+        ClusterConfigError: a predictor is to be shared, and there is none.
+    """
     additional = dict(replica.engine_kwargs.get("additional_config") or {})
     additional[KEY] = {**additional.get(KEY, {}), "load_report": True}
     # Without a system of ours vLLM's scheduler would serve, which can't report.
     kwargs = {"scheduler_cls": "fcfs", **replica.engine_kwargs, "additional_config": additional}
     environment = {envs.REPORT_S: f"{options.report_s:g}", envs.HANG_S: f"{options.hang_s:g}"}
     if options.colocate_predictor:
+        sources = parse(additional[KEY]).prediction.sources
+        if RETRIEVAL not in sources:
+            flag = f"--ext-prediction-sources={','.join(sources)}"
+            raise ClusterConfigError(f"{flag}: must have {RETRIEVAL!r} for there to be a predictor to colocate")
         environment[envs.COLOCATED_PREDICTOR] = secrets.token_hex(8)
     return {
         "model_loading_config": {"model_id": replica.name, "model_source": replica.model},

@@ -21,7 +21,10 @@ _CHARS_PER_TOKEN = 4
 _UNKNOWN_TOKENS = 512
 """Of a prompt that was not forwarded."""
 _HEAD_CHARS = 1024
-"""Of a prompt that names no conversation: a hash of them stands for it, as its next turn begins with the same."""
+"""Of a prompt that names no conversation: a hash of them stands for it, as its next turn begins with the same. What a
+chat's system prompt says is none of it: strangers share that."""
+_SHARED = ("system", "developer")
+"""Roles of messages that are an application's, not a conversation's."""
 
 
 class Steering:
@@ -136,22 +139,26 @@ def ask_of(session: str, request: Any) -> Ask:
 
 
 def _measured(request: Any) -> tuple[int, str]:
-    """Return about how many tokens a prompt has, and its first characters."""
+    """Return about how many tokens a prompt has, and the first characters of what is its own."""
     prompt = getattr(request, "prompt", None)
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
         return len(prompt), " ".join(map(str, prompt[:_HEAD_CHARS]))
     if isinstance(prompt, list) and prompt and all(isinstance(one, list) for one in prompt):
         return max(1, sum(len(one) for one in prompt)), ""
+    messages = getattr(request, "messages", None)
+    parts = [prompt] if prompt is not None else messages if isinstance(messages, list) else [messages]
     size, head = 0, ""
-    for text in _texts(prompt if prompt is not None else getattr(request, "messages", None)):
-        size += len(text)
-        if len(head) < _HEAD_CHARS:
-            head += text[: _HEAD_CHARS - len(head)]
+    for part in parts:
+        shared = isinstance(part, Mapping) and part.get("role") in _SHARED
+        for text in _texts(part):
+            size += len(text)
+            if not shared and len(head) < _HEAD_CHARS:
+                head += text[: _HEAD_CHARS - len(head)]
     return max(1, size // _CHARS_PER_TOKEN), head
 
 
 def _texts(found: Any) -> Iterator[str]:
-    """Yield the texts of a prompt, or of messages and their parts."""
+    """Yield the texts of a prompt, or of a message and its parts."""
     if isinstance(found, str):
         yield found
     elif isinstance(found, Mapping):
