@@ -11,7 +11,14 @@ import yaml
 from vllm_ext import envs
 from vllm_ext.cli.cluster import text_of
 from vllm_ext.cli.main import main
-from vllm_ext.cluster.config import ClusterConfigError, ClusterOptions, Replica, replica_of, serve_config
+from vllm_ext.cluster.config import (
+    ENVIRONMENT,
+    ClusterConfigError,
+    ClusterOptions,
+    Replica,
+    replica_of,
+    serve_config,
+)
 from vllm_ext.cluster.ray_support import VERIFIED, RayUnsupported, verify
 from vllm_ext.tiny_model import build
 
@@ -185,3 +192,18 @@ def test_a_cluster_that_is_not_there_is_one_line(address: str, model: str, capsy
     said = capsys.readouterr().err
     assert f"--address={address}: no Ray cluster answers there (" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+async def test_a_replica_names_what_ray_was_started_without(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+    from vllm_ext.cluster.server import Server
+
+    for name, wanted in ENVIRONMENT.items():
+        monkeypatch.setenv(name, wanted)
+    if value is None:
+        monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY")
+    else:
+        monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", value)
+    with pytest.raises(RuntimeError, match=f"RAY_SERVE_ENABLE_HA_PROXY={value!r}: must be 1 before `ray start`"):
+        await Server.start(object.__new__(Server))

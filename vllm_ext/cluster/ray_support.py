@@ -12,6 +12,7 @@ from vllm_ext.hooks.fingerprint import fingerprint
 INSTALL = "pip install 'vllm-ext[ray]'"
 _LLM, _ROUTER = "ray.serve.llm", "ray.serve.request_router"
 VERIFIED = {
+    f"{_LLM}:LLMServer.start": "1b61275498bdf374",
     f"{_LLM}:LLMServer.__serve_build_asgi_app__": "34c4efc457ce353c",
     f"{_LLM}:LLMServer.record_routing_stats": "573166ca5d06f09c",
     f"{_LLM}:LLMServer.check_health": "fd08c0155718e985",

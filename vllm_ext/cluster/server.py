@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from ray.serve.llm import LLMServer
 from vllm_ext import envs
 from vllm_ext.admin.engines import STATE, Engines
 from vllm_ext.admin.load import reports
+from vllm_ext.cluster.config import ENVIRONMENT
 from vllm_ext.cluster.health import Health
 from vllm_ext.cluster.held import Held
 
@@ -27,6 +29,21 @@ class Server(LLMServer):
 
     _health: Health | None = None
     _following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the engine.
+
+        Raises:
+            RuntimeError: Ray was started without what it needs in its environment. It would serve, in its own way: no
+                replica would report, and tokens would come by the dozen.
+        """
+        unset = [name for name, value in ENVIRONMENT.items() if value == "1" and os.environ.get(name) != "1"]
+        if unset:
+            raise RuntimeError(
+                f"{unset[0]}={os.environ.get(unset[0])!r}: must be 1 before `ray start`, on every machine; "
+                "`vllm-ext cluster serve MODEL --print-config` prints all that must be set"
+            )
+        await super().start()  # type: ignore[no-untyped-call]
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Build vLLM's application, and follow its engine from now on."""
