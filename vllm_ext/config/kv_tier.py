@@ -13,7 +13,7 @@ from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.model import Flag, Options
 
 BLOCK_TOKENS = 64
-"""Tokens of a KV block under a tier unless the user says otherwise: see docs/kv-tier.md."""
+"""Tokens of a KV block under a tier unless the user says otherwise: see docs/conversations.md."""
 LOSSLESS, QUANTISED = 16, 8
 RETENTION, TAIL, LEADING = "retention", "tail", "leading"
 PREFIX_POLICIES = (RETENTION, TAIL, "lru", "arc")
