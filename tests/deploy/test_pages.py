@@ -10,7 +10,7 @@ from tests.deploy.expressions import ROOT, exported
 from vllm_ext.cli.options import options
 
 OURS = re.compile(r"--(?:no-)?(?:ext|kv-tier|ttft-slo|tbt-slo|jct-slo)-[a-z-]*[a-z]")
-PAGES = ("deploying", "rolling-back", "slo", "troubleshooting", "upgrading-vllm")
+PAGES = ("deploying", "rolling-back", "requests", "troubleshooting", "upgrading-vllm")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -26,5 +26,5 @@ def histograms() -> set[str]:
 
 
 def test_the_page_on_objectives_names_all_of_their_metrics() -> None:
-    text = (ROOT / "docs" / "slo.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "requests.md").read_text(encoding="utf-8")
     assert [name for name in exported() if name.startswith("vllm_ext:slo_") and f"`{name}`" not in text] == []
