@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from vllm_ext.routing.fleet import Ask, Fleet
 from vllm_ext.routing.routers import ROUTERS, make_router
 from vllm_ext.scheduling.load_report.report import session_key
 from vllm_ext.simulation.cluster import SimulatedCluster, simulate_cluster
+from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.measure.metrics import summarise
 from vllm_ext.simulation.measure.run_data import COLUMNS, RunData
 from vllm_ext.simulation.run import simulate
@@ -175,3 +177,14 @@ def test_a_description_of_several_replicas_is_served_by_a_router_that_its_system
     assert 0 < found["device_busy_fraction"] <= 1
     with pytest.raises(ValueError, match="replicas=2: must be 1 here"):
         simulate(several)
+
+
+def test_nothing_is_left_of_the_engines_of_a_run() -> None:
+    """Benchmarks run hundreds of clusters in one process."""
+    before = {id(one) for one in engines()}
+    simulate_cluster(spec_of(SINGLE | {"num_requests": 10}), replicas=2, router="least")
+    assert not [one for one in engines() if id(one) not in before]
+
+
+def engines() -> list[SimulatedEngine]:
+    return [one for one in gc.get_objects() if isinstance(one, SimulatedEngine)]

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm_ext.routing.fleet import Ask, Fleet
 from vllm_ext.routing.routers import Marginal, Router, make_router
@@ -206,17 +207,20 @@ def simulate_cluster(
         ValueError: (ConfigError included) the description or a number asks for what can't be; the message names it.
         Stalled: a scheduler stopped scheduling with requests left.
     """
-    began, resolved = time.perf_counter(), resolve(spec)
-    with rare_collections(), quiet_vllm():
-        chosen = make_router(router) if isinstance(router, str) else router
-        cluster = SimulatedCluster(
-            resolved, replicas=replicas, router=chosen, report_s=report_s, slow=slow, workload=workload
-        )
-        cluster.run()
-        wall_s = time.perf_counter() - began
-        runs = [run_data(one, resolved, wall_s=wall_s) for one in cluster.replicas.values()]
+    chosen = make_router(router) if isinstance(router, str) else router
     name = router if isinstance(router, str) else type(router).__name__
     label = label or f"{replicas} x {spec.engine.system}, {name}"
+    resolved = resolve(spec)
+    with rare_collections(), quiet_vllm():  # nothing here holds on to what `_run` made
+        return _run(resolved, label, replicas=replicas, router=chosen, report_s=report_s, slow=slow, workload=workload)
+
+
+def _run(resolved: Resolved, label: str, **parts: Any) -> ClusterRun:
+    began = time.perf_counter()
+    cluster = SimulatedCluster(resolved, **parts)
+    cluster.run()
+    wall_s = time.perf_counter() - began
+    runs = [run_data(one, resolved, wall_s=wall_s) for one in cluster.replicas.values()]
     return ClusterRun(replicas=runs, whole=_together(runs, label), moved=cluster.moved)
 
 
