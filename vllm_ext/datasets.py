@@ -4,7 +4,7 @@ Every reader returns rows in file order and never guesses: a bad row is an error
 field; rows are left out only where that is asked for, and are counted. Lengths in tokens stay unknown where a file has
 only text; whoever runs the workload counts them with the tokenizer it serves with.
 
-`_FORMATS` lists the formats; docs/simulator-workloads.md says what their files hold. Any of them may be gzipped.
+`_FORMATS` lists the formats; docs/simulator-inputs.md says what their files hold. Any of them may be gzipped.
 """
 
 from __future__ import annotations

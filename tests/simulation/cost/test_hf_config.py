@@ -12,7 +12,7 @@ import pytest
 from vllm_ext.simulation.cost.hf_config import from_config
 from vllm_ext.simulation.cost.models import MODELS
 
-DOCS = Path(__file__).parents[3] / "docs" / "simulator-cost.md"
+DOCS = Path(__file__).parents[3] / "docs" / "simulator-inputs.md"
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,

@@ -12,7 +12,7 @@ import pytest
 from vllm_ext.simulation.cost.devices import DEVICES
 from vllm_ext.simulation.cost.models import MODELS
 
-DOCS = Path(__file__).parents[3] / "docs" / "simulator-cost.md"
+DOCS = Path(__file__).parents[3] / "docs" / "simulator-inputs.md"
 DEVICE_COLUMNS: Mapping[str, Callable[[Any], str]] = {
     "device": lambda d: f"`{d.name}`",
     "peak TFLOP/s": lambda d: f"{d.peak_flops / 1e12:.4g}",

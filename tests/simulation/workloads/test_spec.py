@@ -16,7 +16,7 @@ from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 from .parts import workload
 
-PAGE = (Path(__file__).parents[3] / "docs" / "simulator-workloads.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "simulator-inputs.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -2,7 +2,7 @@
 
 A recording is a file of JSON lines, gzipped if its name ends in ``.gz``. Each run is a block of lines that begins with
 ``run`` and ends with ``end``; blocks follow one another, so that a benchmark can append run by run. What each type of
-line holds stands at its class below, and in `docs/simulator-validation.md`.
+line holds stands at its class below, and in `docs/simulator-results.md`.
 
 All times are seconds of the machine's monotonic clock, those of ``request`` after ``client_start_s`` of the run.
 ``at_s`` and ``end_s`` frame a call; ``clock`` holds the readings that the scheduler's policies took in it, to the last
