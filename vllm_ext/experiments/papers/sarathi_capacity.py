@@ -275,7 +275,9 @@ def fig9(runner: Runner) -> Findings:
 
 
 NO_PIPELINE: Mapping[Verdict, Reason] = {
-    "not comparable": Reason("two engines stand for two stages, without bubbles", "docs/simulator-inputs.md: not modelled")
+    "not comparable": Reason(
+        "two engines stand for two stages, without bubbles", "docs/simulator-inputs.md: not modelled"
+    )
 }
 
 
