@@ -126,7 +126,7 @@ GAINED = {windows.STEP: 0.37, windows.KV_USED: 0.34, windows.IN_TIME: 0.16}
 """Metric -> by what fraction the paper's is higher in the order by remaining time than in order of arrival."""
 STRICTEST = "strictest_in_batch_fraction"
 MIXED: Mapping[Verdict, Reason] = {
-    "below": Reason("batches hold every objective in either order", "column `time with a strictest objective`")
+    "below": Reason("that order mixes objectives in a batch more, not less", "column `time with a strictest objective`")
 }
 
 
