@@ -49,33 +49,32 @@ def _conversations(*names: str) -> Callable[[State], Any]:
 
 
 _ENGINE = (
-    Row(Gauge, "num_requests_waiting", "waiting_by_level", "Waiting requests by queue; -1 holds the aged ones.",
-        "level"),
-    Row(Gauge, "oldest_wait_seconds", "oldest_wait_s", "Current wait of the waiting request that arrived first."),
+    Row(Gauge, "num_requests_waiting", "waiting_by_level", "Waiting requests by queue; -1: past age limit.", "level"),
+    Row(Gauge, "oldest_wait_seconds", "oldest_wait_s", "Wait so far of the oldest waiting request."),
     Row(Gauge, "longest_wait_seconds", "longest_wait_by_level",
-        "Longest time from arrival to admission in the last minutes, by queue.", "level"),
+        "Longest time from arrival to admission, of the last 150 to 300 s, by queue: who pays for the order.", "level"),
     Row(Gauge, "policy_by_arrival", "switch.by_arrival",
-        "1 while an administrator has the policies switched off, and requests are served by arrival."),
+        "1 while an administrator has switched the policies off: requests are served in order of arrival."),
     Row(Counter, "policy_changes", "switch.changes", "Changes of the policies by an administrator."),
     Row(Gauge, "load_waiting_share", "load.waiting_share",
-        "Share of the last two minutes in which somebody waited who could not join."),
+        "Share of the last two minutes in which a request could not join: near 1 the server is saturated."),
     Row(Gauge, "load_kv_share", "load.kv_share", "Mean share of KV blocks in use in the last two minutes."),
-    Row(Gauge, "sharing_clients", "sharing.clients", "Clients that wait for their turn, where clients take turns."),
-    Row(Gauge, "sharing_spread_tokens", "sharing.spread",
-        "How far these clients' counters of tokens they were served, over their weights, lie apart."),
+    Row(Gauge, "sharing_clients", "sharing.clients", "Clients that wait for their turn (fair)."),
+    Row(Gauge, "sharing_spread_tokens", "sharing.spread", "Spread of these clients' weighted counters of tokens."),
     Row(Gauge, "runtime_model_relative_error", "runtime.mean_abs_relative_error",
         "Moving average of |predicted - observed| / observed step time."),
-    Row(Counter, "preemptions", "preemptions", "Preemptions by reason: policy, memory, reset, load.", "reason"),
-    Row(Counter, "admission_refusals", "refusals",
-        "Looks at waiting requests that could not join, by what was missing: seats, tokens, blocks, or a gate.",
+    Row(Counter, "preemptions", "preemptions",
+        "Preemptions: policy (for a better rank), memory (KV ran out), reset (of the prefix cache), load (it failed).",
         "reason"),
-    Row(Counter, "policy_fallbacks", "fallbacks", "Times a policy raised and arrival order was used."),
+    Row(Counter, "admission_refusals", "refusals",
+        "Times a request could not join, by what was missing: seats, tokens, blocks, encoder (for its image), a gate.",
+        "reason"),
+    Row(Counter, "policy_fallbacks", "fallbacks", "Failures of a policy; such a step is first come, first served."),
     Row(Counter, "policy_stalls", "stalls", "Steps whose plan let nothing run although something could."),
-    Row(Counter, "demotions", "demotions", "Times a running request outlived its estimate."),
-    Row(Counter, "late_predictions", "late_predictions",
-        "Predictions that came after their request was queued, and were taken over."),
-    Row(Counter, "bad_hints", "bad_hints", "Requests whose hints were ignored as malformed."),
-    Row(Counter, "policy_seconds", "policy_s", "Time policies took to plan steps."),
+    Row(Counter, "demotions", "demotions", "Times a running request exceeded its predicted length."),
+    Row(Counter, "late_predictions", "late_predictions", "Predictions used that came after their request was queued."),
+    Row(Counter, "bad_hints", "bad_hints", "Requests with malformed hints that got past the front end; ignored."),
+    Row(Counter, "policy_seconds", "policy_s", "Time that policies took."),
     Row(Counter, "policy_steps", "policy_steps", "Steps planned by policies."),
     Row(Counter, "steps", "steps", "Steps scheduled."),
 )  # fmt: skip
@@ -102,91 +101,86 @@ _LOAD_REPORT = (
 )  # fmt: skip
 _SHADOW = (
     Row(Counter, "requests", _of_shadow("outcomes"),
-        "Requests by when they would have started in the order of a system that does not serve: sooner, later, same.",
+        "Requests, by when they would have started in the other system's order: sooner, later, same (within 0.1 s).",
         "shadow outcome"),
     Row(Counter, "wait_seconds", _of_shadow("waits_s"),
-        "Waits of these until their first step: real ones, and those in that order.", "shadow order"),
-    Row(Counter, "service_seconds", _of_shadow("service_s"), "Time from their first step to their end.", "shadow"),
-    Row(Gauge, "longest_wait_seconds", _of_shadow("longest_s"),
-        "Longest of these waits since the last line in the log.", "shadow order"),
+        "Waits from arrival to first step: real ones, and those in the order of the shadow.", "shadow order"),
+    Row(Counter, "service_seconds", _of_shadow("service_s"), "Time from first step to end, in both orders.", "shadow"),
+    Row(Gauge, "longest_wait_seconds", _of_shadow("longest_s"), "Longest since the last log line.", "shadow order"),
     Row(Counter, "overtakes", _of_shadow("overtakes"), "Starts in that order before an older request.", "shadow"),
-    Row(Counter, "dropped_requests", _of_shadow("dropped"),
-        "Requests that were not compared as the comparison lagged too far behind.", "shadow"),
-    Row(Counter, "failures", _of_shadow("failures"), "Failures of that system, which switch it off.", "shadow"),
+    Row(Counter, "dropped_requests", _of_shadow("dropped"), "Requests not compared, for lack of time.", "shadow"),
+    Row(Counter, "failures", _of_shadow("failures"), "1: its order failed, and the shadow is off.", "shadow"),
 )  # fmt: skip
 _TIER = (
     Row(Gauge, "capacity_bytes", _tiers("capacity_bytes"), "Bytes that a tier has room for.", "tier"),
     Row(Gauge, "used_bytes", _tiers("used_bytes"), "Bytes of KV in a tier.", "tier"),
-    *(
-        Row(Gauge, f"{name}_chunks", f"host.{name}_chunks", text)
-        for name, text in (
-            ("capacity", "Chunks that host memory has room for."),
-            ("used", "Chunks in host memory, those being written included."),
-            ("writing", "Chunks that are being written to host memory."),
-            ("reading", "Chunks that are being read from host memory."),
-        )
-    ),
-    Row(Gauge, "idle_device_blocks", "idle_device_blocks",
-        "Blocks on the device that are in nobody's use and nowhere else (store ahead)."),
-    Row(Gauge, "copy_bytes_per_second", "bytes_per_s", "Measured speed of copies, recent ones weighted.", "direction"),
+    Row(Gauge, "capacity_chunks", "host.capacity_chunks", "Chunks that host memory has room for."),
+    Row(Gauge, "used_chunks", "host.used_chunks", "Chunks in host memory, those being written included."),
+    Row(Gauge, "writing_chunks", "host.writing_chunks", "Chunks that are being written to host memory."),
+    Row(Gauge, "reading_chunks", "host.reading_chunks", "Chunks that are being read from host memory."),
+    Row(Gauge, "idle_device_blocks", "idle_device_blocks", "Unused device blocks whose KV is nowhere else."),
+    Row(Gauge, "copy_bytes_per_second", "bytes_per_s", "Measured speed: store (device to host), load.", "direction"),
     Row(Gauge, "conversations", _conversations("running", "kept", "gone"),
-        "Conversations that are known, by state.", "state"),
-    Row(Counter, "stored_chunks", "stored_chunks", "Chunks written to host memory."),
+        "Conversations: running (with a request here), kept (chunks in host memory), gone (neither).", "state"),
+    Row(Counter, "stored_chunks", "stored_chunks", "Chunks written to host memory, from disk included."),
     Row(Counter, "loaded_chunks", "loaded_chunks", "Chunks read from host memory for requests."),
-    Row(Counter, "refused_chunks", "refused_chunks", "Chunks that were not stored as there was no room."),
+    Row(Counter, "refused_chunks", "refused_chunks", "Chunks not stored: all in use, or beyond their quota."),
     Row(Counter, "unsaved_chunks", "unsaved_chunks",
-        "Chunks given up on the device without a copy, which did not pay (store ahead)."),
+        "Chunks dropped on the device without a copy, which would not have paid (store: ahead)."),
     Row(Gauge, "low_reuse_salts", lambda tier: tier.get("low_reuse_salts", 0),
-        "Pairs of LoRA adapter and cache_salt whose next turns contain less than half of what was generated."),
+        "Pairs of LoRA adapter and cache_salt whose next turns repeat less than half of what was generated."),
     Row(Counter, "generated_chunks", lambda tier: tier.get("generated_chunks", {}),
-        "Generated chunks that next turns contained or omitted, and that were left out.", "fate"),
-    Row(Counter, "gone_chunks", "gone_chunks", "Chunks that left host memory, by reason.", "reason"),
-    Row(Counter, "copy_seconds", "copy_s", "Time a worker copied.", "direction"),
-    Row(Counter, "exposed_seconds", "exposed_s", "Time the engine stood still for copies.", "direction"),
-    Row(Counter, "quantise_seconds", "quantise_s", "Time a worker quantised or dequantised.", "direction"),
+        "Generated chunks that next turns contained or omitted (as templates drop thinking), or left_out.", "fate"),
+    Row(Counter, "gone_chunks", "gone_chunks",
+        "Chunks that left host memory: room (evicted), quota, expired, dropped by hand, unwritten, unreadable, reset.",
+        "reason"),
+    Row(Counter, "copy_seconds", "copy_s", "Time of copies, in the background or not; of one worker.", "direction"),
+    Row(Counter, "exposed_seconds", "exposed_s", "Part of it for which the engine waited.", "direction"),
+    Row(Counter, "quantise_seconds", "quantise_s",
+        "Time of quantising, with 8 bits: on a CPU that of the copies, on CUDA 0, as it is part of them.", "direction"),
     Row(Counter, "expired_conversations", lambda tier: tier["conversations"].get("expired", 0),
-        "Conversations dropped as nobody came back in time."),
+        "Conversations whose time to live was over."),
     Row(Counter, "dropped_conversations", lambda tier: tier["conversations"].get("dropped", 0),
         "Conversations dropped by hand."),
 )  # fmt: skip
 _WITH_TIER = (
     Row(Counter, "preemptions", lambda state: {each.value: state["dispositions"].get(each.value, 0)
         for each in KvDisposition},
-        "Preemptions, by what the policy decided about the KV.", "fate"),
-    Row(Counter, "waits", "waits_compared", "Resumed requests whose wait was compared with its estimate."),
+        "Preemptions, by what became of the KV: keep, swap, recompute.", "fate"),
+    Row(Counter, "waits", "waits_compared", "Preempted requests that resumed, whose wait had been estimated."),
     Row(Counter, "wait_expected_seconds", "wait_expected_s", "Estimated waits of these."),
     Row(Counter, "wait_actual_seconds", "wait_actual_s", "Actual waits of these."),
     Row(Counter, "wait_error_seconds", "wait_error_s", "Absolute differences of the two."),
 )  # fmt: skip
 _GAPS = (
-    Row(Counter, "kv_gaps_requests", "requests_by_gaps",
-        "Requests whose kept KV had gaps that were computed with the new prompt.", "gaps"),
+    Row(Counter, "kv_gaps_requests", "requests_by_gaps", "Requests whose kept KV had gaps, by how many.", "gaps"),
     Row(Counter, "kv_gaps", "gaps", "Gaps of these."),
     Row(Counter, "kv_gaps_tokens",
         lambda gaps: {
             "device": gaps["tokens_kept"], "host": gaps["tokens_loaded"], "computed": gaps["tokens_computed"],
         },
-        "Their tokens between prefix hit and new prompt, by source.", "source"),
+        "Their tokens behind the prefix hit: on the device, loaded from the host, or computed.", "source"),
     Row(Counter, "kv_gaps_computed_tokens",
         lambda gaps: {"missing": gaps["tokens_missing"], "rows": gaps["tokens_computed"] - gaps["tokens_missing"]},
-        "Tokens of gaps that were computed again.", "reason"),
-    Row(Counter, "kv_gaps_refused", "refused", "Requests that were not continued across gaps.", "reason"),
+        "The computed ones: missing everywhere, or for lack of rows in the attention kernels' tables.", "reason"),
+    Row(Counter, "kv_gaps_refused", "refused",
+        "Requests not continued across gaps: no rows left (raise --max-num-seqs), or unsupported.", "reason"),
 )  # fmt: skip
 _RECORDS = (
-    Row(Gauge, "kv_device_records", "records", "Records of KV in 8 bits on the device.", "state"),
-    Row(Counter, "kv_device_record_moves", "moves", "Blocks moved into records, and back.", "kind"),
-    Row(Counter, "kv_device_records_forgotten", "forgotten", "Blocks whose KV left the device's memory.", "reason"),
-    Row(Counter, "kv_device_records_read_tokens", "read_tokens",
-        "Tokens that requests found in records when they got their blocks, and read there."),
+    Row(Gauge, "kv_device_records", "records",
+        "Records of KV in 8 bits on the device: held by requests, kept for returns, empty.", "state"),
+    Row(Counter, "kv_device_record_moves", "moves",
+        "Blocks demoted into records, records promoted into blocks; partial, resumed: of preempted requests.", "kind"),
+    Row(Counter, "kv_device_records_forgotten", "forgotten",
+        "Records dropped for others, and blocks of less value than any record (lost).", "reason"),
+    Row(Counter, "kv_device_records_read_tokens", "read_tokens", "Tokens that requests read in records."),
     Row(Counter, "kv_device_records_resumed_tokens", "resumed_tokens",
-        "Tokens of partly filled blocks that preempted requests did not compute again."),
+        "Tokens of partial blocks that preempted requests did not recompute."),
 )  # fmt: skip
 _ATTENTION = (
-    Row(Counter, "attention_steps", "steps", "Steps by the kernel that computed their attention: own or stock.",
-        "kernel"),
+    Row(Counter, "attention_steps", "steps", "Steps, by the attention kernel: own or stock (vLLM's).", "kernel"),
     Row(Counter, "attention_tokens", "tokens",
-        "Tokens of KV that requests attended to, once for each step, by kernel and by what they are kept in.",
-        "kernel format"),
+        "KV tokens attended to, per step, by kernel and format (the KV's type, or int8).", "kernel format"),
 )  # fmt: skip
 
 
@@ -215,7 +209,9 @@ def _info() -> Any:
 
 
 def _lost() -> Any:
-    return _metric(Counter, "lost_records", "Finished requests missing from histograms and request log.")
+    return _metric(
+        Counter, "lost_records", "Finished requests missing from histograms and request log: raise record_capacity."
+    )
 
 
 def _unwritten() -> Any:
@@ -229,8 +225,10 @@ class _Histograms:
         def new(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"vllm_ext:{name}", text, (*_LABELS, *labels), buckets=buckets)
 
-        self.predicted = new("predicted_output_tokens", "Predicted output length.", _TOKEN_BUCKETS, "source")
-        self.generated = new("output_tokens", "Tokens generated by requests that finished.", _TOKEN_BUCKETS)
+        self.predicted = new(
+            "predicted_output_tokens", "First prediction of the output length.", _TOKEN_BUCKETS, "source"
+        )
+        self.generated = new("output_tokens", "Output length.", _TOKEN_BUCKETS)
         self.ratio = new("predicted_to_true_ratio", "Predicted over true output length.", _RATIO_BUCKETS, "source")
         self.queue = new("queue_seconds", "Arrival to first scheduled.", _WAIT_BUCKETS)
         self.normalized = new("normalized_latency_seconds", "End-to-end latency per output token.", _PER_TOKEN_BUCKETS)

@@ -20,12 +20,13 @@ class _Metrics:
     def __init__(self) -> None:
         self.outcomes = Counter(
             "vllm_ext:length_predictions",
-            "Requests for which the predictor was to be asked, by what came of it.",
+            "Requests by their prediction: predicted, unknown, late (they had ended); expired, overload, "
+            "not-ready (no time, no room, no process); error, timeout, lost (the predictor failed).",
             (*_LABELS, "outcome"),
         )
         self.dropped = Counter(
             "vllm_ext:predictor_dropped",
-            "What did not reach the predictor: finished requests that are not learned, messages that are none.",
+            "What did not reach the predictor: finished requests, which are not learned, and bad messages.",
             (*_LABELS, "what"),
         )
         self.latency = Histogram(
@@ -34,8 +35,8 @@ class _Metrics:
             _LABELS,
             buckets=_LATENCY_BUCKETS,
         )
-        self.starts = Counter("vllm_ext:predictor_starts", "Times the predictor's process was started.", _LABELS)
-        self.up = self._gauge("predictor_up", "Whether the predictor is ready.")
+        self.starts = Counter("vllm_ext:predictor_starts", "Starts of the predictor's process.", _LABELS)
+        self.up = self._gauge("predictor_up", "1 while the predictor is ready.")
         self.gauges = {
             "entries": self._gauge("predictor_entries", "Finished requests that the predictor remembers."),
             "learned": self._gauge("predictor_learned", "Requests learned since the predictor's process started."),
@@ -46,7 +47,7 @@ class _Metrics:
             "relative_error": self._gauge(
                 "predictor_relative_error", "Median of |predicted - true| / true over recent requests."
             ),
-            "tau": self._gauge("predictor_kendall_tau", "Kendall tau of predicted and true recent lengths."),
+            "tau": self._gauge("predictor_kendall_tau", "Kendall's tau of recent lengths: 1 in order, 0 by chance."),
         }
 
     @staticmethod

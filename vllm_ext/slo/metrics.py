@@ -26,12 +26,12 @@ class _Metrics:
     def __init__(self) -> None:
         self.requests = Counter(
             "vllm_ext:slo_requests",
-            "Ended requests with objectives, by objective (ttft, tbt, jct; all: every one it has) and outcome.",
+            "Ended requests, by objective (ttft, tbt, jct; all: every one it has) and outcome (met, missed, aborted).",
             (*_LABELS, "objective", "outcome"),
         )
         self.tokens = Counter(
             "vllm_ext:slo_output_tokens",
-            "Output tokens of ended requests with objectives, by the outcome of all of them.",
+            "Output tokens of ended requests with objectives, by the outcome of all.",
             (*_LABELS, "outcome"),
         )
         self.shed = Counter(

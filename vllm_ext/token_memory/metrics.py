@@ -15,16 +15,16 @@ class _Metrics:
     def __init__(self) -> None:
         self.lookups = Counter(
             "vllm_ext:token_memory_lookups",
-            "Prompts that came as text, by what was found of them.",
+            "Prompts sent as text: hit (a beginning is known), miss, refused (only the tokenizer can encode them).",
             (*_LABELS, "outcome"),
         )
         self.tokens = Counter(
-            "vllm_ext:token_memory_tokens", "Tokens of these prompts, by where they came from.", (*_LABELS, "source")
+            "vllm_ext:token_memory_tokens", "Tokens of hits and misses, by source.", (*_LABELS, "source")
         )
-        self.bytes = Gauge("vllm_ext:token_memory_bytes", "Memory in use.", _LABELS, multiprocess_mode="livesum")
-        self.checks = Counter("vllm_ext:token_memory_checks", "Prompts that were decoded and compared.", _LABELS)
+        self.bytes = Gauge("vllm_ext:token_memory_bytes", "Memory of token ids.", _LABELS, multiprocess_mode="livesum")
+        self.checks = Counter("vllm_ext:token_memory_checks", "Prompts decoded and compared.", _LABELS)
         self.mismatches = Counter(
-            "vllm_ext:token_memory_mismatches", "Of these, not the same text; the first switches it off.", _LABELS
+            "vllm_ext:token_memory_mismatches", "Of these, to another text; the first switches it off.", _LABELS
         )
 
 
