@@ -13,7 +13,7 @@ from pathlib import Path
 import conversations
 import numpy as np
 from conversations import FILES, Conversations, drawn, recorded
-from rivals import RIVALS
+from rivals import LLM_D, RIVALS
 
 from vllm_ext.routing.fleet import Ask, Fleet
 from vllm_ext.routing.routers import ROUTERS, Marginal, Router
@@ -23,7 +23,8 @@ from vllm_ext.simulation.spec import SimulationSpec
 OURS = "marginal"
 AGAIN, OLD, FRESH, UNCOUNTED = "marginal again", "marginal, 1 s", "marginal, 0.1 s", "marginal, 1 s, sent not counted"
 REPLICAS = 8
-REPORT_S = 0.5
+REPORT_S, SCRAPED_S = 0.5, 0.05
+"""Between reports of a replica to ours, and between looks of llm-d's picker at its metrics: both as they come."""
 NORMALISED = "normalised_latency_p90_ms_per_token"
 WINDOW = (0.3, 0.9)
 """Part of a run whose requests are measured."""
@@ -67,7 +68,7 @@ class Row:
 
 
 ROWS: Mapping[str, Row] = {
-    **{name: Row(make) for name, make in {**ROUTERS, **RIVALS}.items()},
+    **{name: Row(make, SCRAPED_S if name == LLM_D else REPORT_S) for name, make in {**ROUTERS, **RIVALS}.items()},
     AGAIN: Row(lambda: Shaken(Marginal())),
 }
 """Each with one setting for all scenes."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
-from vllm_ext.routing.fleet import Ask, Fleet
-from vllm_ext.routing.routers import Router
-from vllm_ext.scheduling.load_report.report import Held, LoadReport, Prices
+import numpy as np
+
+from vllm_ext.cluster.steering import Steering
+from vllm_ext.routing.fleet import Fleet
+from vllm_ext.scheduling.load_report.report import Held, LoadReport, Prices, session_key
 
 _PRICES = Prices(base_s=0.01, prefill_token_s=1e-4, decode_s=1e-4, context_token_s=1e-7, host_token_s=1e-5)
 _SESSIONS = 200
@@ -20,7 +25,7 @@ def fleet_of(replicas: int) -> Fleet:
     fleet = Fleet(stale_s=1e9)
     fleet.consist_of(f"replica-{number}" for number in range(replicas))
     for number, name in enumerate(fleet.replicas):
-        resident = {f"s{number}-{one}": Held(1000 + one, 2000) for one in range(_SESSIONS)}
+        resident = {session_key(f"s{number}-{one}"): Held(1000 + one, 2000) for one in range(_SESSIONS)}
         report = LoadReport(
             number=1, running=20 + number % 7, waiting=number % 3, seats=256, prefill_tokens=500 * (number % 5),
             context_tokens=30_000 + 100 * number, pool_tokens=60_000, prices=_PRICES, resident=resident,
@@ -37,26 +42,41 @@ def reference() -> int:
     return total
 
 
-def decision_us(router: Router, replicas: int, decisions: int = 2000) -> tuple[float, float]:
-    """Return the median time of a decision with its note in the fleet, and of `reference`, in microseconds.
+class Decisions(NamedTuple):
+    """Times of decisions in microseconds, of one thread's processor time."""
 
-    It is processor time of one thread.
+    median_us: float
+    p99_us: float
+    reference_us: float
+    """Of `reference`, beside them."""
+
+
+def decision_us(policy: str, replicas: int, decisions: int = 2000) -> Decisions:
+    """Measure what a router of ours does for a request: look at its body, choose, and take note.
+
+    Each replica reports twice a second, and a hundred requests come in that time.
 
     Args:
-        router: Chooses.
+        policy: Of `routing.ROUTERS`.
         replicas: Among so many.
         decisions: So many times, of conversations with KV somewhere; `reference` runs after every tenth.
     """
-    fleet, taken, beside = fleet_of(replicas), list[float](), list[float]()
+    now, taken, beside = 1.0, list[float](), list[float]()
+    steering = Steering(policy, clock=lambda: now)
+    steering.fleet = fleet_of(replicas)
+    names = [*steering.fleet.replicas]
     for number in range(decisions):
-        ask = Ask(2000 + number, f"s{number % replicas}-{number % _SESSIONS}")
-        taken.append(_us(lambda ask=ask: fleet.sent(router.choose(ask, fleet, 1.0), ask, 1.0)))  # type: ignore[misc]
+        now += 0.005
+        for name in names[number % 100 :: 100]:
+            report = steering.fleet.replicas[name].report
+            assert report is not None
+            steering.fleet.heard(name, replace(report, number=report.number + 1), now)
+        body = SimpleNamespace(messages=[{"role": "user", "content": "x" * (8000 + 4 * number)}])
+        session = f"s{number % replicas}-{number % _SESSIONS}"
+        taken.append(_us(lambda session=session, body=body: steering.ranked(names, session, body)))  # type: ignore[misc]
         if number % 10 == 0:
             beside.append(_us(reference))
-        if number % 100 == 0:
-            for replica in fleet.replicas.values():
-                replica.forget(2.0)
-    return statistics.median(taken), statistics.median(beside)
+    return Decisions(*np.percentile(taken, (50, 99)).tolist(), statistics.median(beside))
 
 
 def _us(work: Callable[[], object]) -> float:

@@ -6,6 +6,7 @@ prefix in what it sent before, a conversation's tokens stand for it: that is wha
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 
 from vllm_ext.routing.fleet import Ask, Fleet, Replica
 from vllm_ext.routing.routers import Router
+
+LLM_D = "llm-d's"
 
 
 def _by_chance(replicas: Sequence[Replica], rng: random.Random) -> Replica:
@@ -58,7 +61,7 @@ class PowerOfTwo:
 class _Affinity(ABC):
     """In an even fleet who has seen enough of the prompt, else who has seen least of all."""
 
-    most_apart: int
+    most_apart: float
     """Requests that the fullest replica may have more than the emptiest."""
     least_share: float
     """Of the prompt."""
@@ -85,13 +88,13 @@ class _Affinity(ABC):
 
 @dataclass
 class RayPrefix(_Affinity):
-    """Ray Serve LLM 2.60, PrefixCacheAffinityRouter.
+    """Ray Serve LLM 2.60, PrefixCacheAffinityRouter, as it comes: who has seen a tenth of the prompt or more.
 
-    As long as the fullest replica has at most 10 requests more than the emptiest: who has seen a tenth of the prompt or
-    more, else who has seen least of all; else by chance of two.
+    Else who has seen least of all. With ``imbalanced_threshold``, which is infinite: by chance of two where the fullest
+    replica has so many requests more than the emptiest.
     """
 
-    most_apart: int = 10
+    most_apart: float = math.inf
     least_share: float = 0.1
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -103,13 +106,13 @@ class RayPrefix(_Affinity):
 class SglangCacheAware(_Affinity):
     """SGLang's gateway, cache_aware.
 
-    Unbalanced is a fleet whose fullest replica has more than 16 requests, and a fifth, more than the emptiest: then the
-    emptiest. Else who has seen three tenths of the prompt or more, else who has seen least of all.
+    Unbalanced is a fleet whose fullest replica has more than 64 requests, and half as many, more than the emptiest:
+    then the emptiest. Else who has seen three tenths of the prompt or more, else who has seen least of all.
     """
 
-    most_apart: int = 16
+    most_apart: float = 64
     least_share: float = 0.3
-    most_times: float = 1.2
+    most_times: float = 1.5
 
     def _is_uneven(self, least: int, most: int) -> bool:
         return super()._is_uneven(least, most) and most > self.most_times * least
@@ -144,6 +147,9 @@ class LlmD:
 
 
 RIVALS: Mapping[str, Callable[[], Router]] = {
-    "power of two": PowerOfTwo, "Ray's prefix": RayPrefix, "SGLang's": SglangCacheAware, "llm-d's": LlmD,
+    "power of two": PowerOfTwo, "Ray's prefix": RayPrefix, "Ray's prefix, 10 apart": lambda: RayPrefix(most_apart=10),
+    "SGLang's": SglangCacheAware, "SGLang's, 16 apart": lambda: SglangCacheAware(most_apart=16, most_times=1.2),
+    LLM_D: LlmD,
 }  # fmt: skip
-"""By the names of rows."""
+"""By the names of rows: each as it comes, and where an even load counts for less than one replica's few requests here,
+with thresholds that are of use at this size."""

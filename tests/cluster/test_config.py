@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from vllm_ext import envs
 from vllm_ext.cli.cluster import text_of
@@ -53,6 +55,31 @@ def test_what_was_typed_goes_to_the_engines_and_nothing_else(model: str) -> None
     assert found["deployment_config"]["num_replicas"] == 3
 
 
+def cudagraph_mode(args: AsyncEngineArgs) -> str:
+    return str(args.compilation_config.cudagraph_mode.name)
+
+
+def backend(args: AsyncEngineArgs) -> str:
+    found = args.attention_backend or args.attention_config.backend
+    return str(getattr(found, "name", found))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "read"),
+    [
+        ("--compilation-config", '{"cudagraph_mode": "FULL_AND_PIECEWISE"}', cudagraph_mode),
+        ("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}', cudagraph_mode),
+        ("--attention-config", '{"backend": "FLASH_ATTN"}', backend),
+        ("--attention-backend", "FLASH_ATTN", backend),
+    ],
+)
+def test_a_choice_is_the_same_when_a_replica_reads_it(
+    model: str, flag: str, value: str, read: Callable[[AsyncEngineArgs], str]
+) -> None:
+    kwargs = engine(model, flag, value).engine_kwargs
+    assert read(AsyncEngineArgs(**yaml.safe_load(yaml.safe_dump(kwargs)))) in value
+
+
 def test_without_a_system_vllm_s_order_is_served_by_a_scheduler_that_reports(model: str) -> None:
     assert llm(engine(model))["engine_kwargs"] == {
         "scheduler_cls": "fcfs", "additional_config": {"vllm_ext": {"load_report": True}},
@@ -70,6 +97,10 @@ def test_without_a_system_vllm_s_order_is_served_by_a_scheduler_that_reports(mod
         (["--max-num-seqs", "many"], "argument --max-num-seqs"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--hf-token", "hf_secret"], "--hf-token: must be left out: set HF_TOKEN"),
+        (
+            ["--enable-lora", "--lora-modules", "a=/x"],
+            "Ray Serve takes adapters by its own lora_config",
+        ),
         (["--distributed-executor-backend", "mp"], "Ray Serve chooses it"),
         (["--scheduler-cls", "mine.Scheduler"], "must be the name of a system"),
         (["--scheduler-cls", "alize"], "alize"),
@@ -89,7 +120,7 @@ def test_what_cannot_be_is_refused_in_a_line(model: str, flags: list[str], said:
     [
         ({"replicas": 0}, "replicas=0: must be at least 1"),
         ({"router": "best"}, "router='best': must be one of"),
-        ({"report_s": 9.0}, r"report_s=9\.0: must be from 0\.05 to 2"),
+        ({"report_s": 9.0}, r"report_s=9\.0: must be from 0\.05 to 1"),
         ({"hang_s": float("nan")}, "hang_s=nan: must be at least 1"),
         ({"hang_s": float("inf")}, "hang_s=inf: must be at least 1, and finite"),
     ],
@@ -194,16 +225,25 @@ def test_a_cluster_that_is_not_there_is_one_line(address: str, model: str, capsy
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("value", [None, "0"])
-async def test_a_replica_names_what_ray_was_started_without(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value", "wanted"),
+    [
+        ("RAY_SERVE_ENABLE_HA_PROXY", None, "1"),
+        ("RAY_SERVE_ENABLE_HA_PROXY", "0", "1"),
+        ("RAY_SERVE_HAPROXY_RETRY_ON", None, "conn-failure"),
+    ],
+)
+async def test_a_replica_names_what_ray_was_started_without(
+    variable: str, value: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray.serve", reason="the extra ray is not installed")
     from vllm_ext.cluster.server import Server
 
-    for name, wanted in ENVIRONMENT.items():
-        monkeypatch.setenv(name, wanted)
+    for name, usual in ENVIRONMENT.items():
+        monkeypatch.setenv(name, usual)
     if value is None:
-        monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY")
+        monkeypatch.delenv(variable)
     else:
-        monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", value)
-    with pytest.raises(RuntimeError, match=f"RAY_SERVE_ENABLE_HA_PROXY={value!r}: must be 1 before `ray start`"):
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(RuntimeError, match=f"{variable}={value!r}: must be {wanted}.* before `ray start`"):
         await Server.start(object.__new__(Server))

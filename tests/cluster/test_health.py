@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.cluster.health import ILL, REPORT, Health
+from vllm_ext.cluster.health import AGE, FAILED, ILL, REPORT, Health
 
 
 class Clock:
@@ -33,7 +33,7 @@ async def test_the_last_report_is_told() -> None:
     assert found.stats() == {}
     await found.look()
     await found.look()
-    assert found.stats() == {REPORT: {"number": 2}}
+    assert found.stats() == {REPORT: {"number": 2}, AGE: 0.0, FAILED: 0}
     assert found.why_ill() == ""
 
 
@@ -50,7 +50,7 @@ async def test_an_engine_that_fails_is_ill_until_it_answers() -> None:
     await found.look()
     assert found.stats() == {ILL: "the engine does not answer: EngineCore died"}
     await found.look()
-    assert found.stats() == {REPORT: {"number": 1}}
+    assert found.stats()[REPORT] == {"number": 1}
 
 
 async def test_a_step_that_does_not_end_is_a_hang_after_a_time_and_not_before() -> None:
@@ -102,12 +102,12 @@ async def test_an_engine_that_does_not_answer_in_time_is_in_a_long_step_and_not_
     await found.look()
     clock.now += 6.0
     await found.look()
-    assert found.stats() == {REPORT: {"number": 1}}
+    assert found.stats() == {REPORT: {"number": 1}, AGE: 11.0, FAILED: 0}, "as old as the question"
     clock.now += 5.0
     assert found.why_ill().startswith("no step ended for 11 s")
     answers.append({"number": 2})
     await found.look()
-    assert found.stats() == {REPORT: {"number": 2}}
+    assert found.stats()[REPORT] == {"number": 2}
 
 
 async def test_a_second_look_waits_for_the_first_and_does_not_forget_since_when_it_waits() -> None:
@@ -133,18 +133,44 @@ async def test_a_second_look_waits_for_the_first_and_does_not_forget_since_when_
 
 
 async def test_it_asks_again_and_again() -> None:
-    asked = 0
+    asked, clock = 0, Clock()
 
     async def ask() -> dict[str, Any]:
         nonlocal asked
         asked += 1
+        clock.now += 1.0
         if asked == 2:
             raise OSError
         return {"number": asked}
 
-    found = health(ask, Clock())
+    found = health(ask, clock)
     following = asyncio.create_task(found.follow())
     while asked < 4:
         await asyncio.sleep(0.005)
     following.cancel()
     assert found.stats()[REPORT]["number"] >= 3
+
+
+async def test_it_does_not_ask_while_others_do() -> None:
+    asked, clock = 0, Clock()
+
+    async def ask() -> dict[str, Any]:
+        nonlocal asked
+        asked += 1
+        return {"number": asked}
+
+    found = health(ask, clock)
+    await found.look()
+    following = asyncio.create_task(found.follow())
+    await asyncio.sleep(0.1)
+    following.cancel()
+    assert asked == 1
+
+
+def test_failures_in_a_row_are_counted_until_one_is_served() -> None:
+    found = health(lambda: asyncio.sleep(0, {}), Clock())
+    for failed in (True, True):
+        found.ended(failed=failed)
+    assert found.failed == 2
+    found.ended(failed=False)
+    assert found.failed == 0

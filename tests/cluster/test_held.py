@@ -132,3 +132,32 @@ def test_it_stands_around_an_application() -> None:
     assert client.get("/stream").text == "ab"
     answer = client.get("/fails")
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+
+
+@pytest.mark.parametrize(
+    ("answer", "failed"),
+    [
+        (_app([b"fine"]), False),
+        (_app([b"wrong"], status=400), False),
+        (_app([b"full"], status=503), False),
+        (_app([b"oh"], status=500), True),
+        (_app([b'data: {"error": "oh"}']), True),
+        (_app([b"event: error\ndata: {}"]), True),
+        (_app([b"one"], fails_after=0), True),
+    ],
+)
+async def test_it_is_told_which_requests_failed_for_reasons_of_the_replica(answer: Any, failed: bool) -> None:
+    told: list[bool] = []
+    held = Held(answer, _well, told.append)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await held(scope | {"path": "/v1/chat/completions", "method": "POST"}, receive, send)
+
+    await _send(app, fails_after=0)
+    assert told == [failed]
+
+
+async def test_other_paths_are_not_counted() -> None:
+    told: list[bool] = []
+    await _send(Held(_app([b"oh"], status=500), _well, told.append))
+    assert told == []

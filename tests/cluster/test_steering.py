@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.cluster.health import ILL, REPORT
+from vllm_ext.cluster.health import AGE, FAILED, ILL, REPORT
+from vllm_ext.routing.fleet import Ask
 from vllm_ext.scheduling.load_report.report import LoadReport, session_key
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
@@ -196,3 +197,51 @@ def test_a_long_system_prompt_does_not_make_strangers_one_conversation(role: str
     assert mine is not None
     assert other not in (None, mine)
     assert ask_of("", body(messages=[*answered[0], said[0], answered[0][-1]])).session == mine
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        body(messages=[{}] * 300_000 + [{"role": "user", "content": "late"}]),
+        body(messages=[{"role": "user", "content": [[0] * 300_000, {"type": "text", "text": "late"}]}]),
+        body(prompt=[{}] * 300_000),
+        body(messages=[[[]] * 50_000] * 5),
+    ],
+    ids=["messages", "parts", "prompts", "lists"],
+)
+def test_of_a_body_of_many_parts_only_some_are_looked_at(request_: Any) -> None:
+    """Whoever is without a key may send it, and meanwhile nobody is routed: it is not looked at to its end."""
+    assert ask_of("", request_) == Ask(1)
+
+
+def test_how_old_a_report_is_decides_what_it_can_have() -> None:
+    found, clock = steering("least")
+    found.update({"a": report()})
+    for _ in range(3):
+        found.ranked(["a"], "", None)
+        clock.now += 1.0
+    found.update({"a": {**report(2), AGE: 1.6}})
+    assert [one.at_s for one in found.fleet.replicas["a"].sent] == [clock.now - 1.0]
+
+
+def test_a_replica_whose_requests_fail_is_left_out_until_it_has_rested() -> None:
+    """Its engine goes on to report, as one with nothing to do."""
+    found, clock = steering("least")
+    for number, failed in enumerate((0, 2, 3), 1):
+        clock.now += 0.5
+        found.update({"a": {**report(number, running=5), FAILED: 0}, "b": {**report(number), FAILED: failed}})
+        assert found.ranked(["a", "b"], "", None)[0] == ("b" if failed < 3 else "a")
+    clock.now += 1.5
+    found.update({"a": {**report(4, running=5)}, "b": {**report(4), FAILED: 3}})
+    assert found.ranked(["a", "b"], "", None)[0] == "b"
+
+
+def test_that_a_replica_is_ill_is_said_once_though_its_last_report_is_told_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found, _ = steering("least")
+    found.update({"a": report(), "b": report()})
+    for _ in range(3):
+        found.died("a")
+        found.update({"a": report(), "b": report()})
+    assert caplog.text.count("nothing is sent to replica a") == 1

@@ -61,12 +61,22 @@ def test_memory_and_seats_that_are_taken_cost_a_wait() -> None:
 
 
 def test_of_three_replicas_the_one_with_the_history_is_taken_until_it_costs_more() -> None:
-    """8,000 tokens take 0.8 s to compute, and 100 steps 1 s; by a fifth it may cost more."""
+    """8,000 tokens take 0.8 s to compute, and count twice where they are at home elsewhere; 100 steps take 1 s."""
     warm = replace(IDLE, resident={"s": Held(8000)})
     ask = Ask(8100, "s")
     assert Marginal().choose(ask, fleet_of(IDLE, warm, IDLE), 0.0) == "b"
-    assert Marginal().choose(ask, fleet_of(IDLE, replace(warm, prefill_tokens=7000), IDLE), 0.0) == "b"
-    assert Marginal().choose(ask, fleet_of(IDLE, replace(warm, prefill_tokens=16_000), IDLE), 0.0) == "a"
+    assert Marginal().choose(ask, fleet_of(IDLE, replace(warm, prefill_tokens=15_500), IDLE), 0.0) == "b"
+    assert Marginal().choose(ask, fleet_of(IDLE, replace(warm, prefill_tokens=18_500), IDLE), 0.0) == "a"
+    alone = Marginal(again=0.0, stay=0.0)
+    assert alone.choose(ask, fleet_of(IDLE, replace(warm, prefill_tokens=7500), IDLE), 0.0) == "b"
+    assert alone.choose(ask, fleet_of(IDLE, replace(warm, prefill_tokens=8500), IDLE), 0.0) == "a"
+
+
+def test_what_another_replica_has_of_a_history_is_not_left_behind() -> None:
+    queued = replace(IDLE, prefill_tokens=15_500, resident={"s": Held(8000)})
+    fleet = fleet_of(replace(IDLE, resident={"s": Held(0, 7900)}), queued)
+    fleet.homes["s"] = "b"
+    assert Marginal().choose(Ask(8100, "s"), fleet, 0.0) == "a"
 
 
 def test_a_replica_whose_requests_were_short_is_no_cheaper() -> None:
@@ -200,7 +210,7 @@ def test_of_equals_the_one_that_waited_longest_is_taken() -> None:
     for now in range(6):
         chosen.append(Least().choose(Ask(1), fleet, now))
         fleet.sent(chosen[-1], Ask(1), now)
-        fleet.ended(chosen[-1], failed=False, now=now)
+        fleet.ended(chosen[-1])
     assert chosen == ["a", "b", "c", "a", "b", "c"]
 
 
@@ -294,7 +304,8 @@ def test_a_dead_engine_fails_at_most_three_requests_until_it_reports_again() -> 
         name = Least().choose(Ask(10), fleet, now)
         fleet.sent(name, Ask(10), now)
         failed += name == "b"
-        fleet.ended(name, failed=name == "b", now=now)
+        fleet.ended(name)
+        fleet.failed("b", failed, now)
     assert failed == 3
     assert fleet.is_out(fleet.replicas["b"], now)
     fleet.heard("b", replace(IDLE, number=2), now)
@@ -303,17 +314,19 @@ def test_a_dead_engine_fails_at_most_three_requests_until_it_reports_again() -> 
 
 def test_who_fails_again_is_out_for_twice_as_long() -> None:
     fleet, out_s, now = fleet_of(IDLE, stale_s=60.0), [], 0.0
-    replica, number = fleet.replicas["a"], 1
+    replica, number, failures = fleet.replicas["a"], 1, 0
     for _ in range(3):
         while not fleet.is_out(replica, now):
-            fleet.ended("a", failed=True, now=now)
+            failures += 1
+            fleet.failed("a", failures, now)
         began = now
         while fleet.is_out(replica, now):
             now, number = now + 0.125, number + 1
             fleet.heard("a", replace(IDLE, number=number), now)
         out_s.append(now - began)
     assert out_s == [1.0, 2.0, 4.0]
-    fleet.ended("a", failed=False, now=now)
+    assert failures == 5, "three the first time, one each time it comes back"
+    fleet.failed("a", 0, now)
     assert (replica.failures, replica.times_out) == (0, 0)
 
 
@@ -352,8 +365,10 @@ def test_books_are_right_whatever_gets_lost(events: Sequence[tuple[str, str, int
             fleet.heard(name, replace(IDLE, number=number), now)
         elif what == "sent" and name in fleet.replicas:
             fleet.sent(name, Ask(number + 1, str(number)), now)
+        elif what == "failed":
+            fleet.failed(name, number % 5, now)
         else:
-            fleet.ended(name, failed=what == "failed", now=now)
+            fleet.ended(name)
         for replica in fleet.replicas.values():
             assert replica.sent_prefill_tokens == sum(one.prefill_tokens for one in replica.sent)
             assert replica.sent_context_tokens == sum(one.prompt_tokens for one in replica.sent)

@@ -104,6 +104,19 @@ def text_of(config: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n" + str(yaml.safe_dump(config, sort_keys=False))
 
 
+def _deployed(name: str) -> float | None:
+    """Return when an application was deployed last; None: there is none."""
+    from ray import serve
+
+    found = serve.status().applications.get(name)
+    return None if found is None else found.last_deployed_time_s
+
+
+def _last_line(error: Exception) -> str:
+    """Return what an error says; one of an actor begins with a traceback."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
 def _reach(address: str) -> None:
     """Make sure that somebody listens: Ray takes minutes to find out.
 
@@ -129,19 +142,22 @@ def _run(config: dict[str, Any], address: str | None, places: int | None) -> int
     except (OSError, OverflowError) as error:
         token = "; one that asks for a token needs RAY_AUTH_MODE=token here, too"
         raise Failed(f"--address={address}: no Ray cluster answers there ({error}){token}") from error
+    except RuntimeError as error:
+        raise Failed(_last_line(error)) from error
     (application,) = config["applications"]
+    ours: float | None = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray leaves a handler of its own
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         serve.start(http_options=config["http_options"])
         serve.run(build_openai_app(application["args"]), name=application["name"], blocking=False)
+        ours = _deployed(application["name"])
         host, port = config["http_options"].values()
         print(f"vllm-ext: serving on http://{host}:{port} until Ctrl-C", flush=True)
         threading.Event().wait()
         return 0
     except RuntimeError as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise Failed(lines[-1]) from error  # of a traceback from an actor what it says
+        raise Failed(_last_line(error)) from error
     except KeyboardInterrupt:
         return 0
     finally:
@@ -151,5 +167,8 @@ def _run(config: dict[str, Any], address: str | None, places: int | None) -> int
         if address is None:
             serve.shutdown()  # type: ignore[no-untyped-call]
             ray.shutdown()
-        else:
-            serve.delete(application["name"])
+        elif ours is not None and ours == _deployed(application["name"]):  # nobody deployed another one since
+            try:
+                serve.delete(application["name"])
+            except TimeoutError:
+                print("vllm-ext: replicas still end what they began", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import enum
 import io
 import math
 import secrets
@@ -32,6 +33,8 @@ ENVIRONMENT: Mapping[str, str] = {
     # A buffer of this size for each request that is routed: Ray's 8 MiB are 32 GiB for its 4,096 connections. A body
     # that is longer is not seen: it is routed by the header that names its conversation, if it has one.
     "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": "1048576",
+    # A replica that has hung never ends what it began: to wait for that would keep its GPU from the next one.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Ray's workers give way to everything else on a machine; engines are what it is there for.
     "RAY_worker_niceness": "0",
 }
@@ -46,6 +49,7 @@ _REFUSED = {
     "hf_token": "set HF_TOKEN in the environment: this would be printed, and shown on Ray's dashboard",
     "distributed_executor_backend": "Ray Serve chooses it",
     "grpc_port": "Ray Serve's route speaks HTTP",
+    "lora_modules": "Ray Serve takes adapters by its own lora_config, in the file that --print-config prints",
     "nnodes": "a replica is one engine; --replicas says how many",
     "node_rank": "a replica is one engine; --replicas says how many",
 }
@@ -80,8 +84,8 @@ class ClusterOptions:
         if self.replicas < 1:
             raise ValueError(f"replicas={self.replicas!r}: must be at least 1")
         make_router(self.router)
-        if not 0.05 <= self.report_s <= 2:
-            raise ValueError(f"report_s={self.report_s!r}: must be from 0.05 to 2 seconds; routers go by it up to 5")
+        if not 0.05 <= self.report_s <= 1:
+            raise ValueError(f"report_s={self.report_s!r}: must be from 0.05 to 1 seconds; routers go by it up to 5")
         if not 1 <= self.hang_s < math.inf:
             raise ValueError(f"hang_s={self.hang_s!r}: must be at least 1, and finite")
 
@@ -225,11 +229,20 @@ def _engine_kwargs(typed: argparse.Namespace, given: Mapping[str, Any]) -> dict[
     if engine_args.additional_config:
         names.append("additional_config")
     values = {name: getattr(engine_args, name, given.get(name)) for name in names}
-    return {name: to_jsonable_python(_plain(value)) for name, value in values.items()}
+    found = {name: to_jsonable_python(_plain(value)) for name, value in values.items()}
+    engine = {one.name for one in dataclasses.fields(AsyncEngineArgs)}
+    try:
+        AsyncEngineArgs(**{name: value for name, value in found.items() if name in engine})
+    except (TypeError, ValueError) as error:
+        (what, *_) = str(error).splitlines()
+        raise ClusterConfigError(f"a flag can't be told to Ray Serve, which takes plain values only: {what}") from error
+    return found
 
 
 def _plain(value: Any) -> Any:
-    """Return a configuration object of vLLM as what in it is not as usual."""
+    """Return a configuration object of vLLM as what in it is not as usual, and a choice by the name that a flag has."""
+    if isinstance(value, enum.Enum) and not isinstance(value, int | str):
+        return value.name
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     usual = type(value)()

@@ -11,11 +11,14 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _RETRY_AFTER_S = 2
-_ERROR_EVENT, _COMMENT = b'data: {"error"', b":"
+_ERROR_EVENTS, _COMMENT = (b'data: {"error"', b"event: error"), b":"
 """How events of a stream begin: one that tells of an error, and one that says nothing, to keep a connection alive."""
+_OURS = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT)
+"""Status of failures that are a replica's own; 503 may be that of a full one."""
 _Message = MutableMapping[str, Any]
 
 
@@ -25,10 +28,13 @@ class Held:
     Args:
         app: What answers.
         is_ill: Whether the engine is known, or found now, not to serve.
+        ended: Told of each request of the API that ends: whether it failed.
     """
 
-    def __init__(self, app: ASGIApp, is_ill: Callable[[], Awaitable[bool]]) -> None:
-        self._app, self._is_ill = app, is_ill
+    def __init__(
+        self, app: ASGIApp, is_ill: Callable[[], Awaitable[bool]], ended: Callable[[bool], None] = lambda _: None
+    ) -> None:
+        self._app, self._is_ill, self._ended = app, is_ill, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
@@ -38,10 +44,14 @@ class Held:
         answer = _Answer(send, self._is_ill)
         try:
             await self._app(scope, receive, answer.send)
-        except Exception:
+        except Exception as error:
+            answer.failed = not isinstance(error, OSError | ClientDisconnect)
             if answer.begun or not await self._is_ill():
                 raise
             await _send_elsewhere(send)
+        finally:
+            if scope.get("path", "").startswith("/v1/") and scope.get("method") == "POST":
+                self._ended(answer.failed)
 
 
 class _Answer:
@@ -50,7 +60,7 @@ class _Answer:
     def __init__(self, send: Send, is_ill: Callable[[], Awaitable[bool]]) -> None:
         self._send, self._is_ill = send, is_ill
         self._waiting: list[_Message] = []
-        self.begun = self._replaced = False
+        self.begun = self.failed = self._replaced = False
 
     async def send(self, message: _Message) -> None:
         """Take a message of the application's."""
@@ -63,9 +73,11 @@ class _Answer:
             self._waiting.append(message)
         if message["type"] == "http.response.start":
             failed = message["status"] >= HTTPStatus.INTERNAL_SERVER_ERROR
+            self.failed = message["status"] in _OURS
         else:
             body = message.get("body", b"")
-            failed = body.startswith(_ERROR_EVENT)  # a stream has status 200 before it is known that it fails
+            failed = body.startswith(_ERROR_EVENTS)  # a stream has status 200 before it is known that it fails
+            self.failed |= failed
             if message.get("more_body", False) and not failed and (not body or body.startswith(_COMMENT)):
                 return
         if failed and await self._is_ill():

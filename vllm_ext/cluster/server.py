@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from ray.serve.llm import LLMServer
@@ -22,6 +22,12 @@ from vllm_ext.cluster.health import Health
 from vllm_ext.cluster.held import Held
 
 logger = logging.getLogger("ray.serve")
+
+_LOOK_S = 0.2
+"""For which an engine in a step is waited for when a report is asked for."""
+_MOST_SESSIONS, _FEWEST_SESSIONS = 32_000, 100
+"""Conversations in the reports of all replicas together, and of one at least: Ray sends all of them to every router
+whenever one changes."""
 
 
 class Server(LLMServer):
@@ -37,10 +43,12 @@ class Server(LLMServer):
             RuntimeError: Ray was started without what it needs in its environment. It would serve, in its own way: no
                 replica would report, and tokens would come by the dozen.
         """
-        unset = [name for name, value in ENVIRONMENT.items() if value == "1" and os.environ.get(name) != "1"]
-        if unset:
+        for name, value in ENVIRONMENT.items():
+            found = os.environ.get(name)
+            if found is not None and (found == value or value != "1"):
+                continue  # a number may be another one
             raise RuntimeError(
-                f"{unset[0]}={os.environ.get(unset[0])!r}: must be 1 before `ray start`, on every machine; "
+                f"{name}={found!r}: must be {value} before `ray start`, on every machine; "
                 "`vllm-ext cluster serve MODEL --print-config` prints all that must be set"
             )
         await super().start()  # type: ignore[no-untyped-call]
@@ -52,9 +60,10 @@ class Server(LLMServer):
         if engines is None:
             logger.warning("vllm-ext: this engine reports no load (load_report is off); requests go by counts alone")
         else:
-            self.follow(lambda: _first(engines))
+            most = max(_FEWEST_SESSIONS, _MOST_SESSIONS // _replicas(self._llm_config.deployment_config))
+            self.follow(lambda: _first(engines, most))
         app.middleware_stack = None  # which vLLM has built already
-        app.add_middleware(Held, is_ill=self._is_ill)
+        app.add_middleware(Held, is_ill=self._is_ill, ended=self._ended)
         return app
 
     def follow(self, ask: Callable[[], Awaitable[dict[str, Any]]]) -> None:
@@ -63,9 +72,13 @@ class Server(LLMServer):
         self._following = asyncio.get_running_loop().create_task(self._health.follow())
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the last report beside what Ray tells its own routers."""
+        """Return a report of now, or in a long step the last one, beside what Ray tells its own routers."""
         stats = dict(await super().record_routing_stats())
-        return stats if self._health is None else stats | self._health.stats()
+        if self._health is None:
+            return stats
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._health.look(), _LOOK_S)
+        return stats | self._health.stats()
 
     async def check_health(self) -> None:
         """Raise when the engine is dead, or ends no step."""
@@ -73,6 +86,10 @@ class Server(LLMServer):
         if self._health is not None and (why := self._health.why_ill()):
             logger.error("vllm-ext: %s; the replica is started anew", why)
             raise RuntimeError(why)
+
+    def _ended(self, failed: bool) -> None:
+        if self._health is not None:
+            self._health.ended(failed=failed)
 
     async def _is_ill(self) -> bool:
         """Whether the engine is dead: asked when an answer failed, not to wait for the next report."""
@@ -83,6 +100,15 @@ class Server(LLMServer):
         return bool(self._health.why_ill())
 
 
-async def _first(engines: Engines) -> dict[str, Any]:
-    """Return the report of a replica's one engine."""
-    return (await reports(engines))[0]
+async def _first(engines: Engines, most: int) -> dict[str, Any]:
+    """Return the report of a replica's one engine, with so many conversations at most, the latest."""
+    report = dict((await reports(engines))[0])
+    report["resident"] = dict([*report.get("resident", {}).items()][-most:])
+    return report
+
+
+def _replicas(deployment: Mapping[str, Any]) -> int:
+    """Return how many replicas there are at most; 1 where Ray does not say a number."""
+    scaling = deployment.get("autoscaling_config") or {}
+    found = deployment.get("num_replicas") or (scaling.get("max_replicas") if isinstance(scaling, Mapping) else None)
+    return max(1, found) if isinstance(found, int) else 1

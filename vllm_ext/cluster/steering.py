@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ray.util.metrics import Counter
 
-from vllm_ext.cluster.health import ILL, REPORT
+from vllm_ext.cluster.health import AGE, FAILED, ILL, REPORT
 from vllm_ext.hints import MAX_CONVERSATION_ID_CHARS
 from vllm_ext.routing.fleet import Ask, Fleet
 from vllm_ext.routing.routers import make_router
@@ -23,6 +23,8 @@ _UNKNOWN_TOKENS = 512
 _HEAD_CHARS = 1024
 """Of a prompt that names no conversation: a hash of them stands for it, as its next turn begins with the same. What a
 chat's system prompt says is none of it: strangers share that."""
+_MOST_PARTS = 4096
+"""Messages, texts and what else of a prompt is looked at: who routes serves nobody meanwhile."""
 _SHARED = ("system", "developer")
 """Roles of messages that are an application's, not a conversation's."""
 
@@ -62,10 +64,11 @@ class Steering:
         for name, told in stats.items():
             if why := told.get(ILL):
                 self._withdraw(name, str(why), now)
-            elif (raw := told.get(REPORT)) is not None:
+            elif (raw := told.get(REPORT)) is not None and not self._is_known(name, raw):
                 self._ill.pop(name, None)
-                if not self._is_known(name, raw) and (report := self._read(raw)) is not None:
-                    self.fleet.heard(name, report, now)
+                if (report := self._read(raw)) is not None:
+                    self.fleet.heard(name, report, now, float(told.get(AGE, 0.0)))
+                self.fleet.failed(name, int(told.get(FAILED, 0)), now)
 
     def ranked(self, names: Collection[str], session: str, request: Any) -> list[str]:
         """Return replicas in the order in which to ask them, and take note of where the request goes.
@@ -94,8 +97,8 @@ class Steering:
         self._withdraw(name, "its process has died", self._clock())
 
     def completed(self, name: str) -> None:
-        """Count a request that ended."""
-        self.fleet.ended(name, failed=False, now=self._clock())
+        """Note that a request ended, well or not: how many failed is told by the replica itself."""
+        self.fleet.ended(name)
 
     def _withdraw(self, name: str, why: str, now: float) -> None:
         self.fleet.withdraw(name, now)
@@ -145,25 +148,18 @@ def _measured(request: Any) -> tuple[int, str]:
         return len(prompt), " ".join(map(str, prompt[:_HEAD_CHARS]))
     if isinstance(prompt, list) and prompt and all(isinstance(one, list) for one in prompt):
         return max(1, sum(len(one) for one in prompt)), ""
-    messages = getattr(request, "messages", None)
-    parts = [prompt] if prompt is not None else messages if isinstance(messages, list) else [messages]
-    size, head = 0, ""
-    for part in parts:
-        shared = isinstance(part, Mapping) and part.get("role") in _SHARED
-        for text in _texts(part):
-            size += len(text)
+    size, head, left = 0, "", _MOST_PARTS
+    stack = [(prompt if prompt is not None else getattr(request, "messages", None), False)]
+    while stack and left:
+        left -= 1
+        part, shared = stack.pop()
+        if isinstance(part, str):
+            size += len(part)
             if not shared and len(head) < _HEAD_CHARS:
-                head += text[: _HEAD_CHARS - len(head)]
+                head += part[: _HEAD_CHARS - len(head)]
+        elif isinstance(part, Mapping):
+            shared = shared or part.get("role") in _SHARED
+            stack += [(part.get("text"), shared), (part.get("content"), shared)]
+        elif isinstance(part, Sequence):
+            stack += [(one, shared) for one in reversed(part[:left])]
     return max(1, size // _CHARS_PER_TOKEN), head
-
-
-def _texts(found: Any) -> Iterator[str]:
-    """Yield the texts of a prompt, or of a message and its parts."""
-    if isinstance(found, str):
-        yield found
-    elif isinstance(found, Mapping):
-        for name in ("content", "text"):
-            yield from _texts(found.get(name))
-    elif isinstance(found, Iterable):
-        for one in found:
-            yield from _texts(one)

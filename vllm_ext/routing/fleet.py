@@ -6,6 +6,7 @@ is not in it and counts beside it, or everybody is sent to the replica that was 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ _KNOWN_STEPS = 1000
 """Of an engine, from which its own prices and those of all engines count alike."""
 _SURE_STEPS = 100 * _KNOWN_STEPS
 _TERMS = ("base_s", "prefill_token_s", "decode_s", "context_token_s", "host_token_s")
+_PRICED_S = 0.25
+"""For which prices stand: to blend those of 64 replicas takes longer than to choose among them."""
 _MOST_APART = 1e3
 """Times that a price may differ from that of all: a fit can price a term at 0."""
 
@@ -56,6 +59,8 @@ class Replica:
     """Requests of this router that have not ended."""
     failures: int = 0
     """In a row."""
+    told_failures: int = 0
+    """The same, as the replica told it last."""
     failed_s: float = 0.0
     """When the last one was."""
     times_out: int = 0
@@ -97,7 +102,7 @@ class Fleet:
     Args:
         stale_s: A replica whose report is older is out of rotation.
         most_failures: So many in a row, and it is out until it reports again.
-        lag_s: How old a report may be when it comes: what was sent within that time before may not be in it.
+        lag_s: For so long a report may be on its way: what was sent within that time before it may not be in it.
         most_homes: Conversations that are remembered.
     """
 
@@ -112,7 +117,10 @@ class Fleet:
     blind: int = 0
     """Decisions without any report."""
     _prices: dict[str, Prices] | None = None
-    """By replica, as of the last reports; None: to be made."""
+    """By replica; None: to be made at once."""
+    _priced_s: float = -math.inf
+    _is_priced: bool = False
+    """Whether there were no reports since."""
     _learned: dict[str, int] = field(default_factory=dict)
     """Conversation -> tokens that its home had when it was learned from a report, until something is sent."""
 
@@ -131,16 +139,18 @@ class Fleet:
             self.replicas = {name: self.replicas.get(name) or Replica(name) for name in known}
             self._prices = None
 
-    def heard(self, name: str, report: LoadReport, now: float) -> bool:
-        """Take in a report; False if it is of nobody who is known, or no newer than the last one."""
+    def heard(self, name: str, report: LoadReport, now: float, age_s: float = 0.0) -> bool:
+        """Take in a report of so many seconds ago; False if it is of nobody known, or no newer than the last one."""
         replica = self.replicas.get(name)
         if replica is None:
             return False
         last = replica.report
         if last is not None and last.started == report.started and report.number <= last.number:
             return False
-        replica.report, replica.heard_s, self._prices = report, now, None
-        replica.forget(now - self.lag_s)
+        replica.report, replica.heard_s, self._is_priced = report, now, False
+        if last is None:
+            self._prices = None
+        replica.forget(now - age_s - self.lag_s)
         if now - replica.failed_s > 2 * _LONGEST_OUT_S:  # nobody may tell that requests end well
             replica.failures = replica.times_out = 0
         if last is None or last.started != report.started:  # of a router, or a replica, that was started anew
@@ -161,17 +171,22 @@ class Fleet:
         if ask.session is not None:
             self._settle(ask.session, name)
 
-    def ended(self, name: str, *, failed: bool, now: float) -> None:
-        """Note that a request ended; ``failed``: for a reason that is the replica's."""
+    def ended(self, name: str) -> None:
+        """Note that a request ended."""
+        if (replica := self.replicas.get(name)) is not None:
+            replica.in_flight = max(0, replica.in_flight - 1)
+
+    def failed(self, name: str, in_a_row: int, now: float) -> None:
+        """Note how many requests in a row have failed at a replica, for reasons of its own; 0: the last one did not."""
         replica = self.replicas.get(name)
-        if replica is None:
+        if replica is None or in_a_row == replica.told_failures:
             return
-        replica.in_flight = max(0, replica.in_flight - 1)
-        if not failed:
+        replica.told_failures = in_a_row
+        if not in_a_row:
             replica.failures = replica.times_out = 0
             return
         was_out = self.is_out(replica, now)
-        replica.failures, replica.failed_s = replica.failures + 1, now
+        replica.failures, replica.failed_s = max(replica.failures, in_a_row), now
         if replica.failures >= self.most_failures and not was_out:
             replica.times_out += 1
 
@@ -214,15 +229,16 @@ class Fleet:
         told = [replica for replica in fit if replica.report is not None]
         return told or fit or [*self.replicas.values()]
 
-    def prices(self) -> dict[str, Prices]:
-        """Return what things cost at each replica that has reported.
+    def prices(self, now: float = math.inf) -> dict[str, Prices]:
+        """Return what things cost at each replica that has reported, as of a quarter of a second ago at most.
 
         Of an engine that has served little a few odd steps may say that it is slow; it would get nothing more, and
         learn no better. So what is known of all counts besides, in geometric means, and less with every step.
         """
-        if self._prices is None:
+        if self._prices is None or (not self._is_priced and now - self._priced_s >= _PRICED_S):
             told = {one.name: one.report.prices for one in self.replicas.values() if one.report is not None}
             self._prices = dict(zip(told, _blended([*told.values()]), strict=True))
+            self._priced_s, self._is_priced = now, True
         return self._prices
 
     def home(self, ask: Ask, among: Container[Replica]) -> Replica | None:

@@ -91,21 +91,26 @@ class Marginal:
     """Where the request costs least: its own latency, and how much longer all others wait for it.
 
         cost = weight * own + requests * (uncached * prefill_token_s + output * (decode_s + prompt * context_token_s))
+               + again * left_behind * prefill_token_s * (weight + requests)
         own  = wait for what is queued, and for memory and a seat + uncached prefill + load from host memory
                + output * (a step)
 
-    ``output`` is the mean of what all replicas served lately: a replica whose requests were short is no quicker. A
-    conversation stays where it is if that costs little more: its next turn will be there, too. New ones go round among
+    ``output`` is the mean of what all replicas served lately: a replica whose requests were short is no quicker.
+    ``left_behind`` are tokens of a conversation whose KV its home has and this replica has not: to move it takes memory
+    from others, too, and it may come back. It also stays where that costs little more. New conversations go round among
     those that cost the same.
     """
 
     weight: float = 3.0
     """Of its own latency: with 1 the mean of all is best, and single requests wait up to twice as long."""
-    stay: float = 0.2
-    """Share of the cost that staying may cost more: each move computes a history again, which all others wait for."""
+    stay: float = 0.05
+    """Share of the cost that staying may cost more."""
+    again: float = 1.0
+    """Times that a history counts once more where a conversation would leave its KV behind. Without it agents move
+    often for small gains; a greater `stay` keeps short histories, too, behind queues that cost them seconds."""
 
     def __post_init__(self) -> None:
-        for name in ("weight", "stay"):
+        for name in ("weight", "stay", "again"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 0")
 
@@ -114,20 +119,21 @@ class Marginal:
         replicas = fleet.rotation(now)
         told = [(one, one.report) for one in replicas if one.report is not None and not fleet.is_stale(one, now)]
         output = sum(report.output_tokens for _, report in told) / max(1, len(told))
-        prices = fleet.prices()
-        costs = {one.name: self.cost(ask, one, report, output, prices[one.name]) for one, report in told}
+        prices = fleet.prices(now)
+        home = fleet.home(ask, replicas)
+        kept = 0 if home is None else max(home.held(ask.session))
+        costs = {one.name: self.cost(ask, one, report, output, prices[one.name], kept) for one, report in told}
         if not costs:
             fleet.blind += 1
             return Home().choose(ask, fleet, now)
         least = min(costs.values())
-        home = fleet.home(ask, replicas)
         if home is not None and costs.get(home.name, float("inf")) <= (1 + self.stay) * least:
             return home.name
         # Who has waited longest holds less KV of conversations that rest, which no report counts as a load.
         return min((one.sent_s, one.name) for one, _ in told if costs[one.name] <= _ALIKE * least)[1]
 
     def cost(
-        self, ask: Ask, replica: Replica, report: LoadReport, output: float, prices: Prices | None = None
+        self, ask: Ask, replica: Replica, report: LoadReport, output: float, prices: Prices | None = None, kept: int = 0
     ) -> float:
         """Return the cost of a request on a replica, in seconds.
 
@@ -139,6 +145,7 @@ class Marginal:
             report: Its last one.
             output: Tokens that the request will generate.
             prices: Of the replica; None: those that it reports.
+            kept: Tokens of its conversation whose KV its home has.
         """
         prices, prompt = prices or report.prices, ask.prompt_tokens
         prefill_token_s, context_token_s = prices.prefill_token_s, prices.context_token_s
@@ -148,6 +155,9 @@ class Marginal:
             cached = prompt - 1
         loaded = cached - device if cached > device else 0
         uncached = prompt - cached
+        left_behind = (kept if kept < prompt else prompt - 1) - cached
+        if left_behind < 0:
+            left_behind = 0
         requests, seats = replica.requests, report.seats
         context = report.context_tokens + replica.sent_context_tokens
         running = requests if requests < seats else seats
@@ -164,7 +174,8 @@ class Marginal:
             fetch_s += loaded * min(prices.host_token_s, prefill_token_s)
         grown_s = prices.decode_s + context_token_s * prompt
         own_s = wait_s + fetch_s + output * (step_s + grown_s)
-        return self.weight * own_s + requests * (uncached * prefill_token_s + output * grown_s)
+        moved_s = self.again * left_behind * prefill_token_s * (self.weight + requests) if left_behind else 0.0
+        return self.weight * own_s + requests * (uncached * prefill_token_s + output * grown_s) + moved_s
 
 
 ROUTERS: Mapping[str, Callable[[], Router]] = {

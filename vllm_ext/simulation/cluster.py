@@ -161,7 +161,7 @@ class SimulatedCluster:
 
     def ended(self, replica: str, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> None:
         """Take in what a client sends next."""
-        self.fleet.ended(replica, failed=False, now=finished_s)
+        self.fleet.ended(replica)
         for follow_up in self._workload.after(request, finished_s, output_ids):
             self._push(follow_up)
 
