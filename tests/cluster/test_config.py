@@ -247,3 +247,35 @@ async def test_a_replica_names_what_ray_was_started_without(
         monkeypatch.setenv(variable, value)
     with pytest.raises(RuntimeError, match=f"{variable}={value!r}: must be {wanted}.* before `ray start`"):
         await Server.start(object.__new__(Server))
+
+
+@pytest.mark.parametrize(
+    ("deployment", "replicas"),
+    [
+        ({"num_replicas": 64}, 64),
+        ({"autoscaling_config": {"max_replicas": 8}}, 8),
+        ({"num_replicas": "auto"}, 1),
+        ({"num_replicas": None, "autoscaling_config": "auto"}, 1),
+    ],
+)
+def test_a_replica_knows_how_many_there_are_at_most(deployment: dict[str, Any], replicas: int) -> None:
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+    from vllm_ext.cluster import server
+
+    assert server._replicas(deployment) == replicas
+
+
+async def test_a_report_has_the_latest_conversations_only() -> None:
+    pytest.importorskip("ray.serve", reason="the extra ray is not installed")
+    from vllm_ext.cluster import server
+
+    class Engines:
+        def __len__(self) -> int:
+            return 1
+
+        async def ask(self, _utility: str, _each: Any) -> list[dict[str, Any]]:
+            return [{"number": 7, "resident": {str(number): [number, 0] for number in range(300)}}]
+
+    found = await server._first(Engines(), 100)  # type: ignore[arg-type]
+    assert found["number"] == 7
+    assert [*found["resident"]] == [str(number) for number in range(200, 300)]

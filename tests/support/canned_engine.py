@@ -153,7 +153,6 @@ def main(port: int, replicas: int) -> int:
     config = serve_config(replica, options)
     (llm,) = config["applications"][0]["args"]["llm_configs"]
     llm["server_cls"] = "tests.support.canned_engine.CannedServer"
-    llm["deployment_config"]["graceful_shutdown_timeout_s"] = 30
     llm["runtime_env"]["env_vars"]["VERSION"] = "1"
     llm["placement_group_config"] = {"bundles": [{"CPU": 1}]}
     threading.Thread(target=deploy_as_told, args=(config,), daemon=True).start()
