@@ -93,6 +93,17 @@ def test_a_conversation_stays_where_that_costs_little_more() -> None:
     assert Marginal().choose(Ask(100, "other"), fleet, 0.0) == "a"
 
 
+def test_prices_stand_for_a_quarter_of_a_second_but_a_newcomer_s_are_there_at_once() -> None:
+    fleet = fleet_of(IDLE, None)
+    sure = replace(PRICES, steps=10**9)
+    assert fleet.prices(0.0)["a"].base_s == pytest.approx(PRICES.base_s)
+    fleet.heard("a", replace(IDLE, number=2, prices=replace(sure, base_s=0.02)), 0.1)
+    assert fleet.prices(0.2)["a"].base_s == pytest.approx(PRICES.base_s)
+    assert fleet.prices(0.3)["a"].base_s == pytest.approx(0.02)
+    fleet.heard("b", replace(IDLE, prices=sure), 0.4)
+    assert fleet.prices(0.4).keys() == {"a", "b"}
+
+
 def test_what_was_sent_since_the_report_counts() -> None:
     """Or all go where somebody was idle a second ago."""
     fleet, chosen = fleet_of(IDLE, IDLE, IDLE), []

@@ -230,7 +230,7 @@ class Fleet:
         return told or fit or [*self.replicas.values()]
 
     def prices(self, now: float = math.inf) -> dict[str, Prices]:
-        """Return what things cost at each replica that has reported, as of a quarter of a second ago at most.
+        """Return what things cost at each replica that has reported, of a quarter of a second ago or, by default, now.
 
         Of an engine that has served little a few odd steps may say that it is slow; it would get nothing more, and
         learn no better. So what is known of all counts besides, in geometric means, and less with every step.
@@ -238,7 +238,7 @@ class Fleet:
         if self._prices is None or (not self._is_priced and now - self._priced_s >= _PRICED_S):
             told = {one.name: one.report.prices for one in self.replicas.values() if one.report is not None}
             self._prices = dict(zip(told, _blended([*told.values()]), strict=True))
-            self._priced_s, self._is_priced = now, True
+            self._priced_s, self._is_priced = now if math.isfinite(now) else -math.inf, True
         return self._prices
 
     def home(self, ask: Ask, among: Container[Replica]) -> Replica | None:
