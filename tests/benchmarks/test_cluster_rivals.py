@@ -34,14 +34,23 @@ def test_two_are_drawn_and_the_emptier_is_taken(rivals: ModuleType) -> None:
     assert router.choose(Ask(1), fleet_of(9), 0.0) == "a"
 
 
-@pytest.mark.parametrize(("name", "even", "uneven"), [("RayPrefix", 10, 11), ("SglangCacheAware", 16, 17)])
+@pytest.mark.parametrize(
+    ("name", "even", "uneven"),
+    [("SGLang's", 64, 65), ("Ray's prefix, 10 apart", 10, 11), ("SGLang's, 16 apart", 16, 17)],
+)
 def test_affinity_holds_as_long_as_the_fleet_is_even(rivals: ModuleType, name: str, even: int, uneven: int) -> None:
-    router = getattr(rivals, name)()
+    router = rivals.RIVALS[name]()
     home = router.choose(Ask(100, "s"), fleet_of(0, 0, 0), 0.0)
     assert home == "a"
     assert router.choose(Ask(100, "t"), fleet_of(0, 0, 0), 0.0) == "b", "who has seen least"
     assert router.choose(Ask(200, "s"), fleet_of(even, 0, 0), 0.0) == "a"
     assert {router.choose(Ask(200, "s"), fleet_of(uneven, 0, 0), 0.0) for _ in range(20)} <= {"b", "c"}
+
+
+def test_for_ray_s_as_it_comes_every_fleet_is_even(rivals: ModuleType) -> None:
+    router = rivals.RIVALS["Ray's prefix"]()
+    assert router.choose(Ask(100, "s"), fleet_of(0, 0), 0.0) == "a"
+    assert router.choose(Ask(200, "s"), fleet_of(1000, 0), 0.0) == "a"
 
 
 @pytest.mark.parametrize(("name", "share"), [("RayPrefix", 0.1), ("SglangCacheAware", 0.3)])
