@@ -110,7 +110,7 @@ def test_what_cannot_be_learned_is_counted_once_logged_and_learning_goes_on(
     until(lambda: learner.learned == 1, "the first")
     learner.put(b"peer", finished(2))
     until(lambda: noted(tmp_path, "learned"), "the second")
-    assert learner.taken[b"peer"] == 2
+    until(lambda: learner.taken[b"peer"] == 2, "the note of it")
     assert learner._errors.count == 1
     assert "failed in learn" in caplog.text
 

@@ -93,6 +93,24 @@ def test_a_conversation_stays_where_that_costs_little_more() -> None:
     assert Marginal().choose(Ask(100, "other"), fleet, 0.0) == "a"
 
 
+def test_what_was_sent_is_held_until_a_report_tells_or_for_a_minute() -> None:
+    """Agents ask again before the next report, and of chats without a name no report tells."""
+    fleet = fleet_of(IDLE, IDLE)
+    ask = Ask(8000, "s")
+    first = Marginal().choose(ask, fleet, 0.0)
+    for now in (0.0, 0.1, 0.2):
+        assert Marginal().choose(ask, fleet, now) == first
+        fleet.sent(first, ask, now)
+    assert fleet.replicas[first].held("s") == Held(8000)
+    fleet.heard(first, replace(IDLE, number=2, resident={"s": Held(500)}), 1.0)
+    assert fleet.replicas[first].held("s") == Held(500)
+    fleet.sent(first, Ask(9000, "t"), 2.0)
+    fleet.heard(first, replace(IDLE, number=3), 30.0)
+    assert fleet.replicas[first].held("t") == Held(9000)
+    fleet.sent(first, Ask(1, "u"), 63.0)
+    assert [*fleet.replicas[first].expected] == ["u"]
+
+
 def test_prices_stand_for_a_quarter_of_a_second_but_a_newcomer_s_are_there_at_once() -> None:
     fleet = fleet_of(IDLE, None)
     sure = replace(PRICES, steps=10**9)

@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from vllm_ext.admin.engines import STATE
 from vllm_ext.cluster.server import Server
+from vllm_ext.scheduling.load_report.report import session_key
 
 FOLDER = "VLLM_EXT_TEST_FAULTS"
 TOKEN_S = 0.05
@@ -32,7 +33,8 @@ class CannedCores:
     def __init__(self) -> None:
         self.running, self.number = 0, 0
         self._folder = Path(os.environ[FOLDER])
-        self._resident: dict[str, tuple[int, int]] = {}
+        self.resident: dict[str, tuple[int, int]] = {}
+        """Conversation, as reports have it -> tokens of its KV on the device, and in host memory."""
 
     def __len__(self) -> int:
         return 1
@@ -63,6 +65,7 @@ class CannedCores:
             {
                 "number": self.number, "started": str(os.getpid()), "running": self.running, "waiting": 0, "seats": 64,
                 "prefill_tokens": 0, "context_tokens": 10 * self.running, "pool_tokens": 100_000, "prices": prices,
+                "resident": self.resident,
             }
             for _ in each
         ]  # fmt: skip
@@ -92,6 +95,8 @@ class CannedEngine:
         async def completions(request: Request) -> Response:
             asked = await request.json()
             headers = {"x-replica": str(os.getpid())}
+            if session := request.headers.get("x-session-id"):
+                cores.resident[session_key(session)] = (len(asked["prompt"]) // 4, 0)
             if cores.has("dead"):
                 raise HTTPException(500, "EngineCore encountered an issue")
             if asked.get("stream"):

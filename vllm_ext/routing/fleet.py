@@ -22,6 +22,7 @@ _KNOWN_STEPS = 1000
 """Of an engine, from which its own prices and those of all engines count alike."""
 _SURE_STEPS = 100 * _KNOWN_STEPS
 _TERMS = ("base_s", "prefill_token_s", "decode_s", "context_token_s", "host_token_s")
+_EXPECTED_S = 60.0
 _PRICED_S = 0.25
 """For which prices stand: to blend those of 64 replicas takes longer than to choose among them."""
 _MOST_APART = 1e3
@@ -69,6 +70,8 @@ class Replica:
     """When something was sent last."""
     sent_prefill_tokens: int = 0
     sent_context_tokens: int = 0
+    expected: OrderedDict[str, tuple[float, int]] = field(default_factory=OrderedDict)
+    """Conversation that was sent here and that no report has had since -> when, and tokens of its prompt."""
 
     @property
     def requests(self) -> int:
@@ -85,10 +88,19 @@ class Replica:
             self.sent_context_tokens -= old.prompt_tokens
 
     def held(self, session: str | None) -> Held:
-        """Return what it has of a conversation's KV."""
-        if session is None or self.report is None:
+        """Return what it has of a conversation's KV, by its report or since that was sent here."""
+        if session is None:
             return _NOTHING
-        return self.report.resident.get(session, _NOTHING)
+        told = _NOTHING if self.report is None else self.report.resident.get(session, _NOTHING)
+        _, expected = self.expected.get(session, (0.0, 0))
+        return told if expected <= told.device else Held(expected, told.host)
+
+    def expect(self, session: str, tokens: int, now: float) -> None:
+        """Take a conversation's KV for held until a report tells, or for a minute: of one without a name none does."""
+        self.expected[session] = (now, tokens)
+        self.expected.move_to_end(session)
+        while self.expected and next(iter(self.expected.values()))[0] < now - _EXPECTED_S:
+            self.expected.popitem(last=False)
 
     def uncached_tokens(self, ask: Ask) -> int:
         """Return the tokens of a prompt that it would compute; at least the last."""
@@ -151,6 +163,9 @@ class Fleet:
         if last is None:
             self._prices = None
         replica.forget(now - age_s - self.lag_s)
+        for session in report.resident.keys() & replica.expected.keys():
+            if replica.expected[session][0] < now - age_s - self.lag_s:
+                del replica.expected[session]
         if now - replica.failed_s > 2 * _LONGEST_OUT_S:  # nobody may tell that requests end well
             replica.failures = replica.times_out = 0
         if last is None or last.started != report.started:  # of a router, or a replica, that was started anew
@@ -169,6 +184,7 @@ class Fleet:
         if replica.report is None or self.is_stale(replica, now):
             replica.forget(now - self.stale_s)
         if ask.session is not None:
+            replica.expect(ask.session, ask.prompt_tokens, now)
             self._settle(ask.session, name)
 
     def ended(self, name: str) -> None:
