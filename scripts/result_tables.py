@@ -143,16 +143,6 @@ def kept(root: Path, name: str, title: str = "") -> str:
     return Table(header, rows).markdown()
 
 
-def routing(root: Path, name: str) -> str:
-    """Return what each router carries in each scene, over round robin, with the interval of the seeds."""
-    tables = Result(root, name).setting("tables")
-    shown: dict[str, dict[str, str]] = {}
-    for scene, (header, *rows) in tables.items():
-        for row in rows:
-            shown.setdefault(row[0], {})[scene] = row[header.index("over round-robin")]
-    return Table(["router", *tables], [[row, *(by.get(one, "") for one in tables)] for row, by in shown.items()]).markdown()
-
-
 def engine_clock(root: Path) -> str:
     """Seconds of the engine and of the simulator for the same requests, and vLLM's over each system's on the engine."""
     result, rows = Result(root, "engine_clock.json"), []

@@ -259,7 +259,7 @@ def result(found: Compared, args: argparse.Namespace, said: str, decision: Mappi
             "kinds": stated(kinds) if args.data is None else dict.fromkeys(kinds, "recorded"),
             "same_router_factor": {scene: found.same(scene) for scene in scenes},
             "no_difference_to_marginal": {scene: found.no_better(scene) for scene in scenes},
-            "decision_us": {row: found._asdict() for row, found in decision.items()},
+            "decision_us": {row: times._asdict() for row, times in decision.items()},
             "tables": {scene: [list(one.header), *map(list, one.rows)] for scene, one in tables.items()},
         },
         seed=min(args.seeds),

@@ -163,7 +163,7 @@ def priced(steps: int, times: float = 1.0) -> LoadReport:
 def test_an_engine_that_has_served_little_is_not_taken_for_slow_by_a_few_odd_steps() -> None:
     """Its first steps say it is 20 times slower; it would get nothing more, and never learn better."""
     fleet = fleet_of(priced(50, 20.0), priced(5000))
-    found = fleet.prices()
+    found = fleet.prices(0.0)
     assert found["a"].prefill_token_s < 1.3 * PRICES.prefill_token_s
     assert found["b"].prefill_token_s == pytest.approx(PRICES.prefill_token_s, rel=0.01)
     assert found["a"].steps == 50
@@ -171,17 +171,17 @@ def test_an_engine_that_has_served_little_is_not_taken_for_slow_by_a_few_odd_ste
 
 def test_an_engine_that_is_slow_is_known_as_such_once_it_has_served_for_long() -> None:
     fleet = fleet_of(priced(20_000, 2.0), priced(20_000), priced(20_000))
-    times = {name: one.base_s / PRICES.base_s for name, one in fleet.prices().items()}
+    times = {name: one.base_s / PRICES.base_s for name, one in fleet.prices(0.0).items()}
     assert times["a"] > 1.9
     assert times["b"] == times["c"] < 1.05
     sure = fleet_of(priced(1_000_000, 2.0), priced(1_000_000))
-    assert [one.base_s for one in sure.prices().values()] == [2 * PRICES.base_s, PRICES.base_s]
+    assert [one.base_s for one in sure.prices(0.0).values()] == [2 * PRICES.base_s, PRICES.base_s]
 
 
 def test_a_term_that_a_fit_prices_at_nothing_does_not_make_it_free_for_all() -> None:
     free = replace(IDLE, prices=replace(PRICES, steps=100, decode_s=0.0, host_token_s=0.0))
     other = replace(IDLE, prices=replace(PRICES, steps=5000, host_token_s=0.0))
-    found = fleet_of(free, other).prices()
+    found = fleet_of(free, other).prices(0.0)
     assert 0.3 * PRICES.decode_s < found["a"].decode_s < PRICES.decode_s
     assert found["b"].decode_s == pytest.approx(PRICES.decode_s, rel=0.2)
     assert found["a"].host_token_s == 0
@@ -189,11 +189,11 @@ def test_a_term_that_a_fit_prices_at_nothing_does_not_make_it_free_for_all() -> 
 
 def test_prices_follow_reports_and_who_is_there() -> None:
     fleet = fleet_of(priced(5000), None)
-    assert fleet.prices().keys() == {"a"}
+    assert fleet.prices(0.0).keys() == {"a"}
     fleet.heard("b", priced(5000, 3.0), 1.0)
-    assert fleet.prices()["b"].base_s > 2 * PRICES.base_s
+    assert fleet.prices(1.0)["b"].base_s > 2 * PRICES.base_s
     fleet.consist_of("b")
-    assert fleet.prices()["b"].base_s == pytest.approx(3 * PRICES.base_s)
+    assert fleet.prices(1.0)["b"].base_s == pytest.approx(3 * PRICES.base_s)
 
 
 def test_who_says_that_it_cannot_serve_is_out_until_it_reports() -> None:

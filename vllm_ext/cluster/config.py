@@ -224,13 +224,12 @@ def _engine_kwargs(typed: argparse.Namespace, given: Mapping[str, Any]) -> dict[
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
     engine_args = AsyncEngineArgs.from_cli_args(typed)  # with our flags in additional_config
-    fields = {one.name for kind in (AsyncEngineArgs, FrontendArgs) for one in dataclasses.fields(kind)}
-    names = [name for name in given if name in fields - _NO_ARGUMENT]
+    engine, frontend = ({one.name for one in dataclasses.fields(kind)} for kind in (AsyncEngineArgs, FrontendArgs))
+    names = [name for name in given if name in (engine | frontend) - _NO_ARGUMENT]
     if engine_args.additional_config:
         names.append("additional_config")
     values = {name: getattr(engine_args, name, given.get(name)) for name in names}
     found = {name: to_jsonable_python(_plain(value)) for name, value in values.items()}
-    engine = {one.name for one in dataclasses.fields(AsyncEngineArgs)}
     try:
         AsyncEngineArgs(**{name: value for name, value in found.items() if name in engine})
     except (TypeError, ValueError) as error:

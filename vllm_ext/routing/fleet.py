@@ -6,7 +6,6 @@ is not in it and counts beside it, or everybody is sent to the replica that was 
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
@@ -130,9 +129,7 @@ class Fleet:
     """Decisions without any report."""
     _prices: dict[str, Prices] | None = None
     """By replica; None: to be made at once."""
-    _priced_s: float = -math.inf
-    _is_priced: bool = False
-    """Whether there were no reports since."""
+    _priced_s: float = 0.0
     _learned: dict[str, int] = field(default_factory=dict)
     """Conversation -> tokens that its home had when it was learned from a report, until something is sent."""
 
@@ -159,12 +156,13 @@ class Fleet:
         last = replica.report
         if last is not None and last.started == report.started and report.number <= last.number:
             return False
-        replica.report, replica.heard_s, self._is_priced = report, now, False
+        replica.report, replica.heard_s = report, now
         if last is None:
             self._prices = None
-        replica.forget(now - age_s - self.lag_s)
+        known_s = now - age_s - self.lag_s
+        replica.forget(known_s)
         for session in report.resident.keys() & replica.expected.keys():
-            if replica.expected[session][0] < now - age_s - self.lag_s:
+            if replica.expected[session][0] < known_s:
                 del replica.expected[session]
         if now - replica.failed_s > 2 * _LONGEST_OUT_S:  # nobody may tell that requests end well
             replica.failures = replica.times_out = 0
@@ -245,16 +243,16 @@ class Fleet:
         told = [replica for replica in fit if replica.report is not None]
         return told or fit or [*self.replicas.values()]
 
-    def prices(self, now: float = math.inf) -> dict[str, Prices]:
-        """Return what things cost at each replica that has reported, of a quarter of a second ago or, by default, now.
+    def prices(self, now: float) -> dict[str, Prices]:
+        """Return what things cost at each replica that has reported, as of a quarter of a second ago at most.
 
         Of an engine that has served little a few odd steps may say that it is slow; it would get nothing more, and
         learn no better. So what is known of all counts besides, in geometric means, and less with every step.
         """
-        if self._prices is None or (not self._is_priced and now - self._priced_s >= _PRICED_S):
+        if self._prices is None or now - self._priced_s >= _PRICED_S:
             told = {one.name: one.report.prices for one in self.replicas.values() if one.report is not None}
             self._prices = dict(zip(told, _blended([*told.values()]), strict=True))
-            self._priced_s, self._is_priced = now if math.isfinite(now) else -math.inf, True
+            self._priced_s = now
         return self._prices
 
     def home(self, ask: Ask, among: Container[Replica]) -> Replica | None:
