@@ -73,11 +73,13 @@ repro: setup ## Measure papers' figures again whose sources have changed, and wr
 	$(BIN)/python scripts/readme_results.py
 	$(BIN)/python scripts/readme_results.py
 
-docs: setup ## Make the pages that git does not keep: all options, metrics, hooks into vLLM, reproductions of figures
+docs: setup ## Build the documentation as a site, build/site, with the pages of options, metrics, hooks and figures that git does not keep
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	$(BIN)/vllm-ext options --markdown > docs/options.md
 	$(BIN)/python scripts/metrics_page.py > docs/all-metrics.md
 	$(BIN)/vllm-ext patches --markdown > docs/patches.md
 	$(BIN)/vllm-ext repro --document
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean: ## Remove the environment, caches and build output
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -106,7 +106,7 @@ def test_wheel_metadata_names_licence_python_and_extras(wheel: Path) -> None:
     metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
     assert (metadata["Name"], metadata["Requires-Python"]) == ("vllm-ext", ">=3.11")
     assert metadata["License-Expression"] == "Apache-2.0"
-    extras = {"attention", "cpu", "cuda", "ray", "prediction", "bench", "dev"}
+    extras = {"attention", "cpu", "cuda", "ray", "prediction", "bench", "dev", "docs"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert "Apache License" in read(wheel, "/LICENSE")
 
