@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import headlines  # noqa: E402
+import overview_picture  # noqa: E402
 import readme_results  # noqa: E402
 import result_file  # noqa: E402
 import result_tables  # noqa: E402
@@ -43,8 +44,8 @@ def change(checkout: Path, name: str, part: str, key: str, value: Any) -> None:
     path.write_text(json.dumps(data))
 
 
-def test_the_readme_has_at_most_130_lines() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+def test_the_readme_has_at_most_110_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 def versions(*features: str) -> set[str]:
@@ -72,6 +73,25 @@ def test_a_page_shows_what_the_results_say(page: Path) -> None:
     """If not: python scripts/readme_results.py."""
     text = page.read_text()
     assert readme_results.rewritten(ROOT, page) == text
+
+
+def test_the_picture_is_of_the_result() -> None:
+    """If not: python scripts/overview_picture.py."""
+    assert overview_picture.says(ROOT / overview_picture.PICTURE) == overview_picture.made_of(
+        overview_picture.shares(ROOT)
+    )
+
+
+def test_a_value_that_changes_makes_the_picture_stale(checkout: Path) -> None:
+    change(checkout, "tuning.json", "metrics", "sharegpt, opt-13b, a100-40 at 0.9.e2e_mean_ms", 11135.0)
+    drawn = overview_picture.says(ROOT / overview_picture.PICTURE)
+    assert drawn != overview_picture.made_of(overview_picture.shares(checkout))
+
+
+def test_a_picture_says_what_it_was_made_of(tmp_path: Path) -> None:
+    shown = {server: [[0.9, 1.0], [0.8, 1.1], [0.7, 1.2]] for server in overview_picture.shares(ROOT)}
+    overview_picture.draw(shown, tmp_path / "a.svg")
+    assert overview_picture.says(tmp_path / "a.svg") == overview_picture.made_of(shown)
 
 
 def test_a_value_that_changes_makes_the_readme_stale(checkout: Path) -> None:
