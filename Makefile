@@ -77,6 +77,7 @@ docs: setup ## Build the documentation as a site, build/site, with the pages of 
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	$(BIN)/vllm-ext options --markdown > docs/options.md
 	$(BIN)/python scripts/metrics_page.py > docs/all-metrics.md
+	$(BIN)/python scripts/simulator_tables.py > docs/simulator-tables.md
 	$(BIN)/vllm-ext patches --markdown > docs/patches.md
 	$(BIN)/vllm-ext repro --document
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

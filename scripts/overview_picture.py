@@ -48,8 +48,8 @@ def shares(root: Path) -> Shares:
 
     def share(server: str, cell: str, load: float) -> float:
         key = f"{cell} at {load:g}.e2e_mean_ms"
-        ours: float = result.data["baselines"].get(server, result.metrics)[key]
-        return ours / vllm[key]
+        ours: dict[str, float] = result.data["baselines"].get(server, result.metrics)
+        return ours[key] / float(vllm[key])
 
     return {server: [[share(server, cell, load) for cell in cells] for load in _LOADS] for server in _SERVERS}
 

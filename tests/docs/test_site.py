@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import docs_site  # noqa: E402
 
-MADE = {"index.md", "options.md", "all-metrics.md", "patches.md", "reproductions.md"}
+MADE = {"index.md", "options.md", "all-metrics.md", "patches.md", "reproductions.md", "simulator-tables.md"}
 """Pages that `make docs` writes."""
 
 

@@ -21,7 +21,7 @@ EXAMPLES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_every_preset_and_format_is_on_the_page() -> None:
-    listed = set(re.findall(r"^\| `([^`]+)`", PAGE, re.MULTILINE))
+    listed = set(re.findall(r"`([^`\n]+)`", PAGE))
     assert {*synthetic.PRESETS, *synthetic.CONVERSATIONS, *datasets.FORMATS} - {"auto"} <= listed
 
 
