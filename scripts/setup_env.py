@@ -33,7 +33,7 @@ from metadata_wheel import write_metadata_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-EXTRAS = ("dev", "bench", "ray", "prediction", "attention")
+EXTRAS = ("dev", "lab", "ray", "prediction", "attention")
 """Requirement files installed beside either build of vLLM."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SCRIPTS = tuple(Path(__file__).with_name(f"{name}.py") for name in ("machine", "metadata_wheel", "setup_env"))

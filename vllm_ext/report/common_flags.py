@@ -89,7 +89,7 @@ def html_file(text: str) -> Path:
     """Return the file of a page, refused before the work if it can't be written, or nothing is there to make it."""
     for module in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(module) is None:
-            raise argparse.ArgumentTypeError(f"{text}: needs {module}: pip install 'vllm-ext[bench]'")
+            raise argparse.ArgumentTypeError(f"{text}: needs {module}: pip install 'vllm-ext[lab]'")
     return output_file(".html")(text)
 
 

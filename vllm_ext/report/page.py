@@ -111,7 +111,7 @@ def write(page: Page, path: Path) -> None:
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
-        raise ImportError("pages need jinja2: pip install 'vllm-ext[bench]'") from error
+        raise ImportError("pages need jinja2: pip install 'vllm-ext[lab]'") from error
     template = Environment(
         loader=PackageLoader("vllm_ext.report", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined,

@@ -297,7 +297,7 @@ def _figure(path: Path, *, width: float, height: float = 3.8, rows: int = 1) -> 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'vllm-ext[bench]'") from error
+        raise ImportError("figures need matplotlib: pip install 'vllm-ext[lab]'") from error
     with rc_context(RC):
         size = (0.75 * width, 0.85 * height) if _NARROW.get() else (width, height)
         figure = Figure(figsize=size, layout="constrained")

@@ -80,7 +80,7 @@ def write(frame: pd.DataFrame, path: Path) -> None:
                 frame.to_parquet(file, engine="pyarrow", index=False)
             except ImportError as error:
                 raise ImportError(
-                    "Parquet needs pyarrow: pip install 'vllm-ext[bench]', or write .csv.gz instead"
+                    "Parquet needs pyarrow: pip install 'vllm-ext[lab]', or write .csv.gz instead"
                 ) from error
             return
         with packed(file, compress=path.suffix == ".gz") as out:
@@ -91,7 +91,7 @@ def _frame(data: Any, **options: Any) -> pd.DataFrame:
     try:
         import pandas as pd
     except ImportError as error:
-        raise ImportError("tables need pandas: pip install 'vllm-ext[bench]'") from error
+        raise ImportError("tables need pandas: pip install 'vllm-ext[lab]'") from error
     return pd.DataFrame(data, **options)
 
 
