@@ -89,7 +89,7 @@ def test_the_doctor_names_all_that_is_missing(bare: Path) -> None:
     done = run(bare, "doctor")
     assert (done.returncode, done.stderr) == (1, "")
     shown = " ".join(done.stdout.split())
-    assert "dependencies: not installed: numpy, packaging, prometheus_client, pydantic, scipy" in shown
+    assert "dependencies: not installed: numpy, packaging, prometheus_client, pydantic, rich, scipy" in shown
     assert "vllm: build: not installed -> run `make setup`, or pip install 'vllm-ext[cpu]'" in shown
     report = json.loads(run(bare, "doctor", "--json", "--feature", "hints").stdout)
     assert report["chosen"][0]["works"] is False

@@ -57,7 +57,7 @@ def test_python_that_vllm_does_not_install_on_is_a_failure(python: tuple[int, in
 def test_what_is_needed_and_not_there_is_named() -> None:
     last = diagnosis.check_versions((3, 11, 0), {"numpy": "2.0"}.get, ("numpy", "pydantic", "scipy"))[-1]
     assert (last.failed, last.value) == (True, "not installed: pydantic, scipy")
-    assert set(diagnosis.requirements()) == {"numpy", "packaging", "prometheus_client", "pydantic", "scipy"}
+    assert set(diagnosis.requirements()) == {"numpy", "packaging", "prometheus_client", "pydantic", "rich", "scipy"}
 
 
 @pytest.mark.parametrize(

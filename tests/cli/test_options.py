@@ -44,12 +44,12 @@ def test_an_option_says_what_is_allowed() -> None:
 def test_they_are_printed_as_text_and_as_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["options"]) == 0
     text = capsys.readouterr().out
-    assert "kv_tier.bits  (16, 8)\n    --kv-tier-bits\n    16 keeps KV" in text
+    assert "kv_tier.bits  (16, 8)\n    --kv-tier-bits\n    Bits per KV element" in text
     assert "policies  (list)\n    --ext-policy\n" in text
     assert main(["options", "--markdown"]) == 0
     page = capsys.readouterr().out
     assert page.startswith("# All options\n")
-    assert "| `slo.shed` | `--ext-shed` | true, false | false | Whether" in page
+    assert "| `slo.shed` | `--ext-shed` | true, false | false | Answer a request with 503" in page
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) == len(FOUND)
     assert {row.replace("\\|", "").count("|") for row in rows} == {6}

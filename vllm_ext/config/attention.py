@@ -15,6 +15,6 @@ class AttentionConfig(Options):
     at: ClassVar[str] = "attention"
 
     kernel: Annotated[Literal["stock", "own", "auto"], Flag("--ext-attention-kernel", metavar="WHICH")] = "stock"
-    """Which kernel computes attention: ``stock``, vLLM's; ``own``, ours for everything; ``auto``, for each kind of step
-    (decode, a few tokens, prefill) the one that was measured to be faster at start, and vLLM's where ours can't serve
-    the model."""
+    """Which kernel computes attention. ``stock``: vLLM's. ``own``: ours, for everything. ``auto``: for each kind of
+    step (decode, a few tokens, prefill) the faster one as measured at start, and vLLM's where ours can't serve the
+    model."""

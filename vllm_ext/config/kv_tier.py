@@ -71,76 +71,76 @@ class KvTierConfig(Options):
         PlainValidator(_gib),
         Flag("--kv-tier-gib", type=_gib_of, metavar="GIB|auto"),
     ] = None
-    """Host memory for KV blocks that leave the device, in GiB; 0 leaves the tier out, and ``auto``, the default under
-    ``pensieve`` but on vLLM's CPU backend, is twice the device's KV within 0.3 of what is free. Of all workers of an
-    engine together; what is free is shared by the replicas of a machine. Else the default is 0."""
+    """Host memory for KV blocks that leave the device, in GiB, for all workers of an engine together. 0 switches the
+    tier off. ``auto`` takes twice the device's KV, but at most 30 % of the host memory that is free, which the replicas
+    of a machine share. Default: ``auto`` with ``pensieve``, except on vLLM's CPU backend; else 0."""
 
     bits: Annotated[Literal[16, 8] | None, Flag("--kv-tier-bits", type=int, metavar="N")] = None
-    """16 keeps KV in host memory as it is, whatever its type; 8 quantises it to half the bytes, so that outputs may
-    differ. By default what the system wants: 8 for ``alise``, else 16."""
+    """Bits per KV element in host memory. 16 keeps KV as it is, whatever its type. 8 quantises it to half the size, so
+    outputs may differ. Default: the system's, 8 for ``alise`` and 16 for all others."""
 
     policy: Literal["retention", "tail", "lru", "arc", "leading"] | None = None
-    """Which chunks are evicted first: ends of conversations of least ``retention`` value, or those that were not used
-    longest (``tail``); any chunk of least retention value, which is a ``leading`` end, where ``gaps`` are computed; or
-    by ``lru`` or ``arc``, vLLM's own, which know no conversations. By default what the system wants, else
+    """Which chunks are evicted first. ``retention``: the ends of the conversations with the least retention value.
+    ``tail``: the ends of the conversations that were not used for longest. ``leading``, for ``gaps``: any chunk, least
+    retention value first. ``lru`` and ``arc``: vLLM's own, which know no conversations. Default: the system's, else
     ``retention``."""
 
     returns: Literal["turns", "age"] | None = None
-    """At which rate conversations are taken to come back, in the retention value: ``age``, 1 / time since the last turn
-    for all alike; or ``turns``, the share that came back after so many turns over that time, which is for the row
-    ``pensieve-published-turns`` and gains nothing. By default what the system wants, else ``age``."""
+    """How likely a conversation is to come back, for the retention value. ``age``: 1 / time since its last turn.
+    ``turns``: the share of conversations that came back after as many turns, over that time; for
+    ``pensieve-published-turns``. Default: the system's, else ``age``."""
 
     ttl_s: float = Field(default=0.0, ge=0)
-    """Seconds after its last use at which a conversation is dropped; 0: never. A client's ``kv_ttl_s`` may shorten it
+    """Seconds without use after which a conversation is dropped; 0: never. With ``kv_ttl_s`` a client can shorten it
     for its own conversation."""
 
     salt_share: float = Field(default=1.0, gt=0, le=1)
-    """Most of the tier that the chunks of one ``cache_salt`` may hold; of a full tier also those of all salts together
-    that were seen in one request only."""
+    """Largest share of the tier that one ``cache_salt`` may fill. In a full tier the limit also holds for all salts
+    together that were used by a single request."""
 
     store: Literal["auto", "early", "ahead"] | None = None
-    """When a chunk is copied: ``early``, as soon as it is full; ``ahead``, when its request has left and the device
-    runs short of blocks that can be taken without loss; or ``auto``: ``ahead`` where that can be done, else ``early``.
-    By default what the system wants, else ``auto``, and with a disk ``early``."""
+    """When a chunk is copied to host memory. ``early``: as soon as it is full. ``ahead``: when its request has ended
+    and the device runs short of free blocks. ``auto``: ``ahead`` where possible, else ``early``. Default: the system's,
+    else ``auto``; with a disk ``early``."""
 
     free_fraction: float = Field(default=0.25, gt=0, lt=1)
-    """Share of the device's blocks that ``ahead`` keeps free, or copied."""
+    """Share of the device's blocks that ``store: ahead`` keeps free or copied."""
 
     load: Literal["between", "in-step", "auto"] | None = None
-    """When KV is brought back: ``between`` steps, while others compute and the request waits; ``in-step``, layer by
-    layer in the step that computes the request, for which all in that step wait; or ``auto``, what costs less. By
-    default what the system wants, else ``between``."""
+    """When KV is brought back. ``between``: between steps; the request waits while others run. ``in-step``: layer by
+    layer in the step that computes the request; all requests of that step wait. ``auto``: whichever costs less.
+    Default: the system's, else ``between``."""
 
     copies: Literal["paying", "all"] | None = None
-    """Which copies are made: ``paying``, a store that a step waits for only where it is expected to save more time than
-    it takes, and behind a gap a load only where computing the block again takes longer; or ``all``: whatever is about
-    to be overwritten is stored, and whatever is held is loaded. By default what the system wants, else ``paying``."""
+    """Which copies are made. ``paying``: a blocking store only if it is expected to save more time than it takes, and a
+    load behind a gap only if recomputing the block takes longer. ``all``: everything that is about to be overwritten is
+    stored, and everything that is held is loaded. Default: the system's, else ``paying``."""
 
     device_int8_share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the device's KV memory in which KV stays in 8 bits, instead of being dropped, when its blocks are given
-    to others: what is evicted there, and what preempted requests leave. Almost twice as many tokens fit into it, and
-    attention reads them where they are. Not beside a host tier; 0: none."""
+    """Share of the device's KV memory in which evicted KV, and that of preempted requests, stays in 8 bits instead of
+    being dropped. It then holds almost twice as many tokens. Can't be combined with a host tier; 0: none."""
 
     prompt_only: Literal[True, False, "auto"] | None = None
-    """Whether the KV of generated tokens is left out, which the next turn of a conversation brings back as its prompt
-    unless its template drops them, as those of reasoning models do: ``auto``, once next turns of the same
-    ``cache_salt`` and LoRA adapter contained less than half of what was generated; true, always, also that of preempted
-    requests, as vLLM's ``offload_prompt_only``; or false. By default what the system wants, else ``auto``."""
+    """Whether the KV of generated tokens is not stored. The next turn of a conversation needs it, unless its chat
+    template drops those tokens, as templates of reasoning models do. ``auto``: not stored once next turns with the same
+    ``cache_salt`` and LoRA adapter contained less than half of what was generated. True: never stored, as with vLLM's
+    ``offload_prompt_only``. False: always. Default: the system's, else ``auto``."""
 
     disk_dir: Annotated[str, AfterValidator(_whole)] = ""
-    """Directory to which chunks are copied on, and where they are found after a restart; empty: none."""
+    """Directory for a copy of the tier on disk, which survives restarts; empty: none."""
 
     disk_gib: float = Field(default=0.0, ge=0)
-    """Most that lies there, in GiB, of all replicas together."""
+    """Most disk space to use, in GiB, for all replicas together."""
 
     gaps: Literal["fused", "off"] | None = None
-    """What is done about a conversation that comes back and of which a part was dropped in front of what was kept:
-    ``fused`` computes that part in one forward pass with the new prompt, and drops leading ends first; ``off`` computes
-    all from the first missing block on, as vLLM does. By default what the system wants. Needs no host tier."""
+    """What happens when a conversation comes back and a part was dropped in front of the part that was kept. ``fused``:
+    the missing part is computed in one forward pass with the new prompt, and the beginnings of conversations are
+    dropped first. ``off``: everything from the first missing block on is recomputed, as in vLLM. Default: the system's.
+    Works without a host tier."""
 
     admin: Annotated[bool, Flag("--kv-tier-admin")] = False
-    """Whether conversations in the KV tier can be listed and dropped with the key VLLM_EXT_ADMIN_KEY. A server
-    answers under ``/vllm-ext/kv-tier`` then, with statistics too."""
+    """Let administrators list and drop conversations of the KV tier, and see its statistics, under
+    ``/vllm-ext/kv-tier`` with the key VLLM_EXT_ADMIN_KEY."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -57,8 +57,8 @@ class ExtConfig(Options):
     """Name of a system, or a composition such as ``fcfs+alise``."""
 
     shadow: Annotated[Text | None, Flag("--ext-shadow", metavar="SYSTEM")] = None
-    """System whose order is tried beside the one that serves, which it does not touch: how long requests would have
-    waited under it is counted in ``vllm_ext:shadow_*`` and logged once an hour. Its parameters are the defaults."""
+    """A second system to try in the background, without touching the one that serves. How long requests would have
+    waited under it is counted in ``vllm_ext:shadow_*`` and logged once an hour. It runs with its default parameters."""
 
     ordering: Annotated[
         Parameters,
@@ -67,8 +67,8 @@ class ExtConfig(Options):
             key="age_limit_s",
             type=float,
             metavar="S",
-            help="Seconds of waiting from which the oldest requests go first, whatever lengths and objectives: under "
-            "accelgen all of them, under alise and auto with one admission in four",
+            help="Seconds of waiting after which the oldest requests go first, whatever their length or objective: all "
+            "of them under accelgen, one admission in four under alise and auto",
         ),
         Flag(
             "--ext-optimise --ext-optimize",
@@ -76,8 +76,8 @@ class ExtConfig(Options):
             type=_gamma,
             choices=_GAMMA,
             metavar="WHAT",
-            help="What alise and auto make short: normalised (latency per token), mean (the default), or tail; "
-            "for first tokens there is --scheduler-cls alise-ttft",
+            help="Latency that alise and auto minimise: normalised (per token), mean (the default) or tail; for first "
+            "tokens use --scheduler-cls alise-ttft",
         ),
     ] = Field(default_factory=dict)
     """Parameters of the system's ordering policy; checked when the system is built."""
@@ -88,7 +88,7 @@ class ExtConfig(Options):
             "--ext-preemption",
             key="preempt",
             type=bool,
-            help="Whether a more urgent request may push out a running one",
+            help="Let a more urgent request preempt a running one",
         ),
     ] = Field(default_factory=dict)
     """Parameters of the system's admission policy; checked when the system is built."""
@@ -106,7 +106,7 @@ class ExtConfig(Options):
             key="by",
             type=str,
             metavar="WHAT",
-            help="What tells clients apart where they take turns (fair): key (the default), tag, salt or adapter",
+            help="How fair tells clients apart: key (the default), tag, salt or adapter",
         ),
     ] = Field(default_factory=dict)
     """Parameters of the policy by which clients take turns; checked when the system is built."""
@@ -127,48 +127,48 @@ class ExtConfig(Options):
     """Which kernel computes attention."""
 
     token_memory_mib: Annotated[int, Flag("--ext-token-memory", metavar="MIB")] = Field(default=0, ge=0)
-    """Memory of each API server for token ids of conversations, in MiB: a next turn's history keeps the ids that were
-    generated, and is not tokenised again. 0: none."""
+    """Memory of each API server for the token ids of conversations, in MiB; 0: none. The history of a next turn keeps
+    the ids that were generated, instead of being tokenised again."""
 
     response_store: Annotated[int, Flag("--ext-response-store", metavar="N")] = Field(default=0, ge=0)
-    """Responses that an API server keeps for ``previous_response_id``; more are dropped, those used least recently
-    first. Needs VLLM_ENABLE_RESPONSES_API_STORE=1. 0: all are kept, for ever, as by vLLM."""
+    """Most responses that an API server keeps for ``previous_response_id``; 0: no limit, as in vLLM. The least recently
+    used are dropped first. Needs VLLM_ENABLE_RESPONSES_API_STORE=1."""
 
     modules: Annotated[
         tuple[Annotated[str, AfterValidator(_module)], ...],
         Field(strict=False),
         Flag("--ext-modules", type=comma_list, metavar="M,N"),
     ] = ()
-    """Python modules imported first; they may register further systems."""
+    """Python modules to import first, which may register further systems."""
 
     policies: Annotated[
         tuple[str, ...],
         Field(strict=False),
         Flag("--ext-policy", type=comma_list, metavar="FILE.py:CLASS", short="--policy"),
     ] = ()
-    """Policies of your own, as ``my_policy.py:MyOrdering``; each takes its axis of the system, which is fcfs if none is
-    chosen."""
+    """Policies of your own, as ``my_policy.py:MyOrdering``. Each replaces the system's policy for the same question;
+    without a system they are added to fcfs."""
 
     metrics_interval_s: Annotated[float, Flag("--ext-metrics-interval-s", metavar="S")] = Field(default=1.0, ge=0)
     """Seconds between two readings of the scheduler's state for the metrics; 0 switches them off."""
 
     admin: Annotated[bool, Flag("--ext-admin")] = False
-    """Whether `/vllm-ext/policy` lets an administrator switch policies, token budget and bounds of objectives while the
-    server runs, with the key in ``VLLM_EXT_ADMIN_KEY``."""
+    """Let administrators change policies, the token budget and bounds of objectives while the server runs, under
+    `/vllm-ext/policy` with the key VLLM_EXT_ADMIN_KEY."""
 
     load_report: Annotated[bool, Flag("--ext-load-report")] = False
-    """Whether `/vllm-ext/load` tells routers how loaded each engine is, and by hashes of their ids whose KV it has.
-    Without a key, as `/metrics`: keep both from clients."""
+    """Tell routers under `/vllm-ext/load` how loaded each engine is and which conversations it holds, by hashes of
+    their ids. It needs no key, like `/metrics`: keep both from clients."""
 
     request_log: Annotated[Text | None, Flag("--ext-request-log", metavar="FILE")] = None
-    """JSON-lines file that receives one line per finished request. Written by the front end, never on the step path."""
+    """JSON-lines file with one line for each finished request. The front end writes it, never a scheduler step."""
 
     request_log_mib: Annotated[int, Flag("--ext-request-log-mib", metavar="MIB")] = Field(default=100, ge=0)
-    """Size in MiB at which the request log is rotated: ``FILE`` becomes ``FILE.1``. 0: never, an outside logrotate does
-    it."""
+    """Size in MiB at which the request log is rotated: ``FILE`` becomes ``FILE.1``. 0: never, for an external
+    logrotate."""
 
     request_log_files: Annotated[int, Flag("--ext-request-log-files", metavar="N")] = Field(default=10, ge=1)
-    """Rotated request logs that are kept, ``FILE.1`` the newest; older ones are deleted."""
+    """Number of rotated request logs to keep, ``FILE.1`` being the newest; older ones are deleted."""
 
     request_log_sample: Annotated[float, Flag("--ext-request-log-sample", metavar="SHARE")] = Field(
         default=1.0, gt=0, le=1
@@ -176,30 +176,29 @@ class ExtConfig(Options):
     """Share of requests that are logged, above 0 and at most 1. Conversations are logged whole or not at all."""
 
     request_log_prompts: Annotated[bool, Flag("--ext-request-log-prompts")] = False
-    """Whether the request log holds the token ids of prompts, from which anybody who reads it can restore the text."""
+    """Add the token ids of prompts to the request log. Anybody who reads it can restore the text."""
 
     record_capacity: int = Field(default=4096, ge=1)
-    """Records of finished requests kept for the front end to fetch."""
+    """Number of records of finished requests kept for the front end to fetch."""
 
     profile: Annotated[Text | None, Flag("--ext-profile", metavar="FILE")] = None
-    """File written by `vllm-ext profile` from which the runtime model starts."""
+    """File from `vllm-ext profile` with which the runtime model starts."""
 
     step_record: Annotated[Text | None, Flag("--ext-step-record", metavar="FILE")] = None
-    """JSON-lines file that receives what steps consisted of and how long they took, up to 20,000 of them over all
-    starts, from which `vllm-ext plan --profile FILE` knows this server's step times. The file of another engine is set
-    aside. Written by the front end, never on the step path."""
+    """JSON-lines file with the contents and the duration of up to 20,000 steps, over all starts. `vllm-ext plan
+    --profile FILE` learns this server's step times from it. A file of another engine is set aside."""
 
     tuned: Annotated[Text | None, Flag("--ext-tuned", metavar="FILE")] = None
-    """Settings that `vllm-ext plan --save` found for this model on this device. What is given by hand wins."""
+    """Settings that `vllm-ext plan --save` found for this model on this device. Flags given by hand win."""
 
     tuned_except: tuple[Literal["max_num_batched_tokens", "max_num_seqs", "watermark", "kv_cache_dtype"], ...] = Field(
         default=(), strict=False
     )
-    """Settings of the ``tuned`` file that are not applied. A command line need not say it; ``LLM(...)`` must, to keep
-    one of these at vLLM's default."""
+    """Settings of the ``tuned`` file that are not applied. Only ``LLM(...)`` needs it, to keep one of them at vLLM's
+    default."""
 
     seed: int = Field(default=0, ge=0)
-    """Of the random numbers that policies draw."""
+    """Seed of the random numbers that policies draw."""
 
     allow_oracle: bool = False
     """Offline benchmarks only: permits ``oracle-*`` systems, which see the true output length."""

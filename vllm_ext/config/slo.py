@@ -31,21 +31,21 @@ class SloClass(Options):
     at: ClassVar[str] = "slo"
 
     ttft_ms: Annotated[Milliseconds | None, Flag("--ttft-slo-ms", metavar="MS")] = None
-    """Objective for the time to the first token, of requests that bring none. Whatever the prompt's length."""
+    """Objective for the time to the first token, for requests that bring none, whatever the prompt's length."""
 
     ttft_bucket_ms: Annotated[
         tuple[Milliseconds, ...],
         Field(strict=False),
         Flag("--ttft-slo-bucket-ms", type=_numbers, metavar="A,B"),
     ] = ()
-    """The same for prompts of up to 512 tokens, up to 1024, and so on. Longer prompts get the last one in proportion to
-    their buckets. Excludes ``ttft_ms``."""
+    """Objectives for the time to the first token by prompt length: up to 512 tokens, up to 1,024, and so on. Beyond the
+    last bucket the last objective grows in proportion. Can't be combined with ``ttft_ms``."""
 
     tbt_ms: Annotated[Milliseconds | None, Flag("--tbt-slo-ms", metavar="MS")] = None
-    """Objective for every gap between tokens, of requests that bring none; sarathi's token budget follows it."""
+    """Objective for every gap between tokens, for requests that bring none; the token budget of sarathi follows it."""
 
     jct_ms: Annotated[Milliseconds | None, Flag("--jct-slo-ms", metavar="MS")] = None
-    """Objective for the time to the last token, of requests that bring none."""
+    """Objective for the time to the last token, for requests that bring none."""
 
     @model_validator(mode="after")
     def _one_kind_of_ttft(self) -> Self:
@@ -66,23 +66,24 @@ class SloConfig(SloClass):
     """Objectives of requests that bring none, and what is done where one can't be met."""
 
     classes: Annotated[dict[_Tag, SloClass], MaxLen(MAX_CLASSES)] = Field(default_factory=dict)
-    """Objectives by the client's ``tag``; what a class leaves out is taken from the defaults beside it."""
+    """Objectives for the requests of a class, by the ``tag`` that the client sends; what a class leaves out is taken
+    from the defaults."""
 
     least_ttft_ms: float = Field(default=0.0, ge=0)
-    """Least TTFT objective that a client may ask for, in milliseconds; a request that asks for less is refused."""
+    """Smallest TTFT objective that a client may ask for, in milliseconds; a request that asks for less is refused."""
 
     least_tbt_ms: float = Field(default=0.0, ge=0)
-    """The same for gaps between tokens: steps are made small for a small one, and prompts wait, whoever's they are."""
+    """The same for gaps between tokens. Small ones make steps small for everybody."""
 
     least_jct_ms: float = Field(default=0.0, ge=0)
     """The same for the time to the last token."""
 
     shed: Annotated[bool, Flag("--ext-shed")] = False
-    """Whether a request whose TTFT objective can't be met, by the forecast, is answered with 503 and Retry-After.
-    Otherwise it is queued."""
+    """Answer a request with 503 and Retry-After if the forecast says that its TTFT objective can't be met. Otherwise it
+    is queued."""
 
     shed_margin: float = Field(default=1.0, gt=0)
-    """A request is refused where the forecast exceeds its objective this many times."""
+    """Factor by which the forecast must exceed the objective for a request to be refused."""
 
     def check(self, hints: RequestHints) -> None:
         """Check what a client asks for against what this server allows.
