@@ -226,6 +226,44 @@ def gpu_budget(root: Path) -> str:
     return Table(header, rows).markdown()
 
 
+def routing_capacity(root: Path, name: str) -> str:
+    """Conversations per second that each router carries on each load, the most of each in bold."""
+    scenes = _routed(root, name)
+    most = {scene: max(_rate(row) for row in rows.values()) for scene, rows in scenes.items()}
+
+    def cell(scene: str, router: str) -> str:
+        row = scenes[scene].get(router)
+        return "" if row is None else f"**{row[1]}**" if _rate(row) == most[scene] else str(row[1])
+
+    rows = [[router, *(cell(scene, router) for scene in scenes)] for router in _routers(scenes)]
+    return Table(["router", *scenes], rows).markdown()
+
+
+def routing_latency(root: Path, name: str) -> str:
+    """Mean end-to-end latency and P99 of the time to the first token at the fixed load, in seconds."""
+    scenes = _routed(root, name)
+
+    def cell(row: list[Any] | None) -> str:
+        return "" if row is None else f"{row[3] / 1000:.3g} / {row[5] / 1000:.3g}"
+
+    rows = [[router, *(cell(scenes[scene].get(router)) for scene in scenes)] for router in _routers(scenes)]
+    return Table(["router", *scenes], rows).markdown()
+
+
+def _routed(root: Path, name: str) -> dict[str, dict[str, list[Any]]]:
+    """Return the rows of `benchmarks/cluster/routing.py`, by load and router."""
+    tables = Result(root, name).setting("tables")
+    return {scene: {row[0]: row for row in rows} for scene, (_, *rows) in tables.items()}
+
+
+def _routers(scenes: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    return dict.fromkeys(router for rows in scenes.values() for router in rows)
+
+
+def _rate(row: list[Any]) -> float:
+    return float(str(row[1]).split()[0])
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     **{name: partial(kept, name=f"compare_{name}.json", title=name) for name in _COMPARED},
     "ablation": ablation,
