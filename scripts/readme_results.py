@@ -4,7 +4,7 @@
     python scripts/readme_results.py            # rewrite the pages
     python scripts/readme_results.py --check    # exit with 1 if a page is out of date
 
-A page says between comments what goes there: in README.md ``<!-- results: begin -->``, in docs/results/
+A page says between comments what goes there: in README.md ``<!-- results: begin -->``, in docs/
 ``<!-- table: NAME -->`` for a table of `result_tables`, and ``<!-- measured: a.json b.json -->`` for the machine, the
 commit, the command and the goals of runs (``all`` means every file, without commands and goals). Each block ends
 with ``<!-- results: end -->``, and so on.
@@ -93,7 +93,8 @@ def _block(root: Path, page: Path, kind: str, names: str) -> str:
 
 def pages(root: Path) -> list[Path]:
     """Return the pages that show results."""
-    return [root / "README.md", *sorted((root / "docs" / "results").glob("*.md"))]
+    shown = (path for path in sorted((root / "docs").rglob("*.md")) if _BLOCK.search(path.read_text(encoding="utf-8")))
+    return [root / "README.md", *shown]
 
 
 def main() -> int:

@@ -226,6 +226,59 @@ def gpu_budget(root: Path) -> str:
     return Table(header, rows).markdown()
 
 
+_PREDICTORS = {"ridge+neighbours": "predictor", "ridge": "ridge alone", "mlp": "small network (as ALISE's decoder)"}
+_SETS = {"dolly": "Dolly", "alpaca": "Alpaca", "wildchat": "WildChat", "gsm8k": "gsm8k", "halueval": "HaluEval",
+         "sharegpt": "ShareGPT", "mtbench101": "MT-Bench-101", "oasst1": "OASST1"}  # fmt: skip
+_MEANS = {"tau": "mean tau", "pinball": "mean pinball loss", "coverage": "mean share within the P90"}
+
+
+def prediction(root: Path) -> str:
+    """How well lengths are ordered, by set and turn, and the means over the sets."""
+    result = Result(root, "prediction.json")
+
+    def cells(at: str, metric: str) -> list[str]:
+        return [f"{result.metrics[f'{name}/{at}/{metric}']:.3f}" for name in _PREDICTORS]
+
+    rows = []
+    for key, shown in _SETS.items():
+        turns = [turn for turn in ("first", "later") if f"mlp/{key}/{turn}/tau" in result.metrics] or ["all"]
+        rows += [[shown, turn, *cells(f"{key}/{turn}", "tau")] for turn in turns]
+    rows += [[shown, "all", *cells("mean", metric)] for metric, shown in _MEANS.items()]
+    return Table(["tau", "turns", *_PREDICTORS.values()], rows).markdown()
+
+
+_BRANCHES = {"vllm lru, prompts": "vLLM `lru`, prompts only (its default)", "vllm lru, all": "vLLM `lru`, all",
+             "all, ahead": "false", "prompts, ahead": "true", "auto, ahead": "`auto`",
+             "auto, early": "`auto`, `early`"}  # fmt: skip
+
+
+def dead_branches(root: Path) -> str:
+    """Share of histories that are found in host memory, by what is kept of generated tokens."""
+    result, rows = Result(root, "dead_branches.json"), []
+    for thinking in (0, 600):
+        for chunks in (400, 800, 1600):
+            metric = f"chunks_{chunks}.thinking_{thinking}.found_share"
+            found = [f"{result.value(name, metric):.3f}" for name in _BRANCHES]
+            rows.append([str(thinking), f"{chunks:,}", *found])
+    return Table(["thinking, tokens", "chunks", *_BRANCHES.values()], rows).markdown()
+
+
+def attention(root: Path) -> str:
+    """Times of our attention kernel over those of vLLM's, and of INT8 over bfloat16, at the longest context."""
+    results = {shown: Result(root, name) for shown, name in (("AVX512-BF16", "attention.json"),
+                                                             ("AVX2", "attention_avx2.json"))}  # fmt: skip
+    first = next(iter(results.values()))
+    context, rows = max(first.setting("contexts")), []
+    for query in first.setting("queries"):
+        at = f"sweep_q{query}_{context}"
+        found = [
+            one.metrics[f"{at}_{name}"] for one in results.values() for name in ("own_over_stock", "int8_over_bf16")
+        ]
+        rows.append([str(query), *(f"{ratio:.2f}" for ratio in found)])
+    columns = ("ours over vLLM's `CPU_ATTN`", "all KV in INT8, over bfloat16")
+    return Table(["query tokens", *(f"{shown}: {name}" for shown in results for name in columns)], rows).markdown()
+
+
 def routing_capacity(root: Path, name: str) -> str:
     """Conversations per second that each router carries on each load, the most of each in bold."""
     scenes = _routed(root, name)
@@ -267,6 +320,9 @@ def _rate(row: list[Any]) -> float:
 TABLES: dict[str, Callable[[Path], str]] = {
     **{name: partial(kept, name=f"compare_{name}.json", title=name) for name in _COMPARED},
     "ablation": ablation,
+    "attention": attention,
+    "dead-branches": dead_branches,
+    "prediction": prediction,
     "step-cost": step_cost,
     "papers": papers,
     "papers-count": papers_count,
