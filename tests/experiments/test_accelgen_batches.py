@@ -49,15 +49,6 @@ def test_reserved_memory_is_that_of_all_who_run_up_to_their_bound() -> None:
     assert found == pytest.approx((5.0 * 3048 / kv + 2.0 * base.OPT_13B.context_tokens / kv) / 10.0)
 
 
-def test_time_with_a_strictest_objective_is_counted_once() -> None:
-    strict, loose = batches.STRICTEST_S, 2 * base.READING_TBT_S
-    ended = [RequestRow(first_scheduled_s=one, finish_s=one + 2.0, slo_tbt_s=strict) for one in (1.0, 2.0, 2.5)]
-    unserved = [RequestRow(first_scheduled_s=9.0, slo_tbt_s=strict), RequestRow(slo_tbt_s=strict)]
-    others = [RequestRow(first_scheduled_s=0.0, finish_s=10.0, slo_tbt_s=loose)]
-    found = methods._strictest_present(run(requests=table(*ended, *others), unserved=table(*unserved), duration_s=10.0))
-    assert found == pytest.approx((3.5 + 1.0) / 10.0)
-
-
 def test_objectives_of_section_3_are_four_multiples_of_the_reading_speed() -> None:
     described = base.spec(base.ACCELGEN, base.OPT_13B, LOAD, 0)
     told, hidden = (

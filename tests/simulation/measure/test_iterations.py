@@ -23,6 +23,7 @@ def made_table(*rows: tuple[list[float], str], ttft_s: float = 1.0, tbt_s: float
         ended_s = math.nan if reason == UNFINISHED else times[-1] if times else 10.0
         row = RequestRow(
             finish_reason=reason, output_tokens=len(times), prompt_tokens=1, arrival_s=0.0,
+            first_scheduled_s=times[0] - 0.25 if times else math.nan,
             first_token_s=times[0] if times else math.nan, finish_s=ended_s,
             max_gap_s=gaps.max() if len(gaps) else math.nan, slo_ttft_s=ttft_s, slo_tbt_s=tbt_s,
         )  # fmt: skip
@@ -57,6 +58,7 @@ def test_measures_of_six_requests_worked_by_hand() -> None:
             "deadline_attainment_fraction": 2 / 6,
             "jct_mean_s": (0.7 + 1.0 + 3.1) / 3,
             "jct_to_end_mean_s": (0.7 + 1.0 + 3.1 + 3 * 10.0) / 6,
+            "strictest_running_fraction": (10.0 - 0.25) / 10.0,
         }
     )
 
@@ -72,6 +74,16 @@ def test_without_objectives_all_that_comes_is_in_time() -> None:
     found = iterations(made_run(table, RequestTable()))
     assert (found["tokens_in_time_fraction"], found["first_in_time_fraction"]) == (1.0, 0.5)
     assert (found["request_attainment_fraction"], found["deadline_attainment_fraction"]) == (0.5, 0.5)
+
+
+def test_time_with_a_strictest_objective_is_counted_once() -> None:
+    table = made_table(([1.25, 3.0], "stop"), ([2.25, 4.0], "stop"), ([2.75, 4.5], "stop"), tbt_s=0.1)
+    for row, times in ((one, [9.0, 9.5]) for one in made_table(([9.0, 9.5], "stop")).rows()):
+        table.append(
+            RequestRow(**{**row, "first_scheduled_s": 0.0, "finish_s": 10.0, "slo_tbt_s": 0.2}), array("d", times)
+        )
+    found = iterations(made_run(table, made_table(([9.25], UNFINISHED), ([], UNFINISHED), tbt_s=0.1)))
+    assert found["strictest_running_fraction"] == pytest.approx((3.5 + 1.0) / 10.0)
 
 
 def test_a_run_without_requests_has_no_measures() -> None:

@@ -25,7 +25,8 @@ def iterations(run: RunData, span_s: float | None = None) -> dict[str, float]:
         ``request_attainment_fraction`` (answered whole, every token in time), ``first_in_time_fraction`` (their first
         token) and ``deadline_attainment_fraction`` (complete by TTFT objective + tokens x TBT objective);
         ``jct_mean_s`` of those that were answered whole (without any, the span) and ``jct_to_end_mean_s`` of everybody,
-        to the end of the run.
+        to the end of the run; ``strictest_running_fraction``, the share of the run in which a request of the tightest
+        TBT objective was in the batch.
     """
     tables = run.requests, run.unserved
     span_s = span_s or run.duration_s
@@ -45,6 +46,7 @@ def iterations(run: RunData, span_s: float | None = None) -> dict[str, float]:
         if kept:
             delivered += len(kept)
             in_time += int(begun[row]) + int((~(np.diff(kept) > tbt[row])).sum())
+    strict = (tbt <= np.nanmin(tbt, initial=np.inf)) & ~np.isnan(scheduled := of("first_scheduled_s"))
     found = {
         "delivered_tokens_per_s": delivered / span_s,
         "tokens_in_time_per_s": in_time / span_s,
@@ -55,5 +57,15 @@ def iterations(run: RunData, span_s: float | None = None) -> dict[str, float]:
         "deadline_attainment_fraction": (finished & ~late).mean(),
         "jct_mean_s": taken[finished].mean() if finished.any() else span_s,
         "jct_to_end_mean_s": taken.mean(),
+        "strictest_running_fraction": _covered_s(scheduled[strict], (arrival + taken)[strict]) / run.duration_s,
     }
     return {name: float(value) for name, value in found.items()}
+
+
+def _covered_s(begun_s: NDArray[np.float64], ended_s: NDArray[np.float64]) -> float:
+    """Return the length of a union of intervals."""
+    covered_s = until_s = 0.0
+    for at in np.argsort(begun_s):
+        covered_s += max(0.0, ended_s[at] - max(begun_s[at], until_s))
+        until_s = max(until_s, ended_s[at])
+    return covered_s
