@@ -86,7 +86,8 @@ class Steering:
         if self.fleet.blind > blind:
             self._blind.inc()
         others = sorted((one for one in self.fleet.rotation(now) if one.name != chosen), key=lambda one: one.requests)
-        order = [name for name in (chosen, *(one.name for one in others)) if name in names]
+        allowed = frozenset(names)
+        order = [name for name in (chosen, *(one.name for one in others)) if name in allowed]
         if not order:  # Ray has just lost them all, or has others that were not told of
             return [*names]
         self.fleet.sent(order[0], ask, now)

@@ -239,7 +239,13 @@ class Fleet:
         """
         if not self.replicas:
             raise LookupError("no replica is known")
-        fit = [replica for replica in self.replicas.values() if not self.is_out(replica, now)]
+        # Asked twice for each request, of every replica: most are told fit without a call.
+        oldest_s, most = now - self.stale_s, self.most_failures
+        fit = [
+            one
+            for one in self.replicas.values()
+            if (one.failures < most and (one.report is None or one.heard_s >= oldest_s)) or not self.is_out(one, now)
+        ]
         told = [replica for replica in fit if replica.report is not None]
         return told or fit or [*self.replicas.values()]
 
