@@ -69,8 +69,8 @@ def step_cost(root: Path) -> Headline:
         ours=f"at most **{costs[dearest]:.2f}** times vLLM's (`{dearest}`)",
         baseline="1 (vLLM)",
         note=f"This is what a system costs: of {', '.join(map(shown, costs))}, `{dearest}` costs most. "
-        f"With {fewer} running they cost up to {max(worst(name, fewer) for name in costs):.2f}. "
-        f"A/A pair: our `fcfs` takes at most {same:.2f}.",
+        f"With {fewer} running a step takes up to {max(worst(name, fewer) for name in costs):.2f} times as long as "
+        f"vLLM's. A/A pair: `fcfs`, which decides as vLLM does, takes at most {same:.2f} times.",
     )
 
 
@@ -97,7 +97,8 @@ def order(root: Path) -> Headline:
         ours=f"**{ours:.2f}** times vLLM's ([budget and order tuned](docs/results/tuning.md))",
         baseline=f"1 (vLLM), {tuned:.2f} (vLLM, tuned), {same:.2f} (vLLM, the same flags)",
         note=f"P99 {tail:.2f} times vLLM's, P90 of the TTFT {first:.2f} times. Most of it is the token budget, which "
-        "vLLM alone can be given too. At saturation the order adds to it: "
+        "vLLM alone can be given too; limits on first tokens kept its own search from the same flags. At saturation "
+        "the order adds to it: "
         f"{full:.2f} times with both, {full_same:.2f} with the flags alone. "
         f"A/A pair: vLLM with other seeds differs by a factor of {max(again, 1 / again):.2f}.",
     )
