@@ -23,7 +23,7 @@ Run = Callable[..., str]
 
 def gh(*arguments: str, text: str | None = None) -> str:
     """Run GitHub's command and return what it prints."""
-    return subprocess.run(["gh", *arguments], input=text, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(["gh", *arguments], input=text, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def changed(difference: str) -> list[str]:

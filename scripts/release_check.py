@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Install a wheel or a source archive over the checkout's environment, and use it from elsewhere as a newcomer would.
+"""Install a wheel or a source archive in place of the checkout, and use it from another folder.
 
     python scripts/release_check.py dist/vllm_ext-0.1.0-py3-none-any.whl
 
-Called by the environment's own Python; what else is needed must be installed. Afterwards that environment has the file
-in place of the checkout: `make setup` puts it back.
+Called by the environment's own Python, in which `make setup` has installed what is needed. Afterwards that environment
+has the file in place of the checkout: `make setup` puts it back.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def check(archive: Path) -> None:
     with tempfile.TemporaryDirectory() as elsewhere:
         for words in CHECKS:
             _run(" ".join(words[:2]), [str(command), *words], Path(elsewhere))
-        where = [sys.executable, "-c", "import vllm_ext; print(vllm_ext.__file__)"]
-        _run("where it is imported from", where, Path(elsewhere))
+        where = f"import vllm_ext; assert vllm_ext.__file__.startswith({sys.prefix!r}), vllm_ext.__file__"
+        _run("it is imported from there", [sys.executable, "-c", where], Path(elsewhere))
 
 
 def _run(what: str, command: Sequence[str], folder: Path) -> None:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import rooms  # noqa: E402
 
+from vllm_ext.cli.command import LAB  # noqa: E402
 from vllm_ext.cli.main import COMMANDS  # noqa: E402
 
 LATE = {
@@ -66,13 +67,18 @@ def test_rooms_for_servers_import_nothing_of_the_laboratory() -> None:
 
 def test_the_hooks_can_be_installed_without_it() -> None:
     said = without_lab("""
-from vllm_ext import plugin
-plugin.register()
+from vllm_ext.hooks import registry
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.kv.connector import tiered
-print([name for name in sys.modules if name.startswith("vllm_ext.") and name.split(".")[1] in LAB])
+for name in registry.GROUPS:
+    print(name, len(registry.group(name)))
+registry.install("base")()
 """)
-    assert said.splitlines()[-1] == "[]"
+    from vllm_ext.hooks import registry
+
+    assert [line for line in said.splitlines() if len(line.split()) == 2][-len(registry.GROUPS) :] == [
+        f"{name} {len(registry.group(name))}" for name in registry.GROUPS
+    ]
 
 
 def test_commands_work_or_say_what_is_missing_in_one_line() -> None:
@@ -106,3 +112,4 @@ for name, *arguments in [*([name, "--help"] for name in COMMANDS), *BEGIN]:
 @pytest.mark.parametrize("name", sorted(rooms.LAB))
 def test_a_room_of_the_laboratory_is_one(name: str) -> None:
     assert any(rooms.room_of(module) == name for module in rooms.modules())
+    assert name in LAB

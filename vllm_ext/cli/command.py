@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 FAILED = 3
 INSTALL = "run `make setup`, or pip install 'vllm-ext[cpu]', with a GPU 'vllm-ext[cuda]'"
 """What to do where something is missing that most of the package needs."""
+LAB = frozenset({"cellular", "compare", "demo", "experiments", "quality", "simulation"})
+"""Rooms that an installation for servers alone may lack."""
 GOES_ON = "what is done is kept, the same command goes on with the rest"
 
 
@@ -106,8 +108,8 @@ def told(error: ModuleNotFoundError) -> str:
     """
     missing, _, inner = (error.name or "").partition(".")
     if missing in ("", "vllm_ext"):
-        room = f"{missing}.{inner.partition('.')[0]}"
-        if not inner or importlib.util.find_spec(room) is not None:
+        room = inner.partition(".")[0]
+        if room not in LAB or importlib.util.find_spec(f"{missing}.{room}") is not None:
             raise error
-        return f"needs {room}, which is not installed: pip install 'vllm-ext[lab]'"
+        return f"needs {missing}.{room}, which is not installed: pip install 'vllm-ext[lab]'"
     return f"needs {missing}, which is not installed: {INSTALL}"

@@ -86,8 +86,8 @@ class KvTierConfig(Options):
     ``retention``."""
 
     returns: Literal["turns", "age"] | None = None
-    """How likely a conversation is to come back, for the retention value. ``age``: 1 / time since its last turn.
-    ``turns``: the share of conversations that came back after as many turns, over that time; for
+    """At which rate a conversation is expected to come back, for the retention value. ``age``: 1 / time since its last
+    turn. ``turns``: the share that came back after as many turns, over that time; it gains nothing, and is for
     ``pensieve-published-turns``. Default: the system's, else ``age``."""
 
     ttl_s: float = Field(default=0.0, ge=0)
@@ -99,9 +99,9 @@ class KvTierConfig(Options):
     together that were used by a single request."""
 
     store: Literal["auto", "early", "ahead"] | None = None
-    """When a chunk is copied to host memory. ``early``: as soon as it is full. ``ahead``: when its request has ended
-    and the device runs short of free blocks. ``auto``: ``ahead`` where possible, else ``early``. Default: the system's,
-    else ``auto``; with a disk ``early``."""
+    """When a chunk is copied to host memory. ``early``: as soon as it is full. ``ahead``: when its request has left
+    (ended or preempted) and few blocks can be taken without losing KV. ``auto``: ``ahead`` where possible, else
+    ``early``. Default: the system's, else ``auto``; with a disk ``early``."""
 
     free_fraction: float = Field(default=0.25, gt=0, lt=1)
     """Share of the device's blocks that ``store: ahead`` keeps free or copied."""
@@ -118,16 +118,16 @@ class KvTierConfig(Options):
 
     device_int8_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of the device's KV memory in which evicted KV, and that of preempted requests, stays in 8 bits instead of
-    being dropped. It then holds almost twice as many tokens. Can't be combined with a host tier; 0: none."""
+    being dropped. Twice as many tokens fit there; attention reads them in place. Not beside a host tier."""
 
     prompt_only: Literal[True, False, "auto"] | None = None
-    """Whether the KV of generated tokens is not stored. The next turn of a conversation needs it, unless its chat
-    template drops those tokens, as templates of reasoning models do. ``auto``: not stored once next turns with the same
-    ``cache_salt`` and LoRA adapter contained less than half of what was generated. True: never stored, as with vLLM's
-    ``offload_prompt_only``. False: always. Default: the system's, else ``auto``."""
+    """Whether the KV of generated tokens is left out. A next turn needs it, unless the chat template drops these
+    tokens, as templates of reasoning models do. ``auto``: left out once next turns with the same ``cache_salt`` and
+    LoRA adapter contained less than half of them. True: left out, also of preempted requests, as with vLLM's
+    ``offload_prompt_only``. False: treated like other KV. Default: the system's, else ``auto``."""
 
     disk_dir: Annotated[str, AfterValidator(_whole)] = ""
-    """Directory for a copy of the tier on disk, which survives restarts; empty: none."""
+    """Directory to which chunks are copied on, and where they are found again after a restart; empty: none."""
 
     disk_gib: float = Field(default=0.0, ge=0)
     """Most disk space to use, in GiB, for all replicas together."""

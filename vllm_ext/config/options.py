@@ -57,8 +57,8 @@ class ExtConfig(Options):
     """Name of a system, or a composition such as ``fcfs+alise``."""
 
     shadow: Annotated[Text | None, Flag("--ext-shadow", metavar="SYSTEM")] = None
-    """A second system to try in the background, without touching the one that serves. How long requests would have
-    waited under it is counted in ``vllm_ext:shadow_*`` and logged once an hour. It runs with its default parameters."""
+    """System whose order is tried in the background, without touching the one that serves. How long requests would have
+    waited in it is counted in ``vllm_ext:shadow_*`` and logged once an hour. Its parameters are the defaults."""
 
     ordering: Annotated[
         Parameters,
@@ -88,7 +88,7 @@ class ExtConfig(Options):
             "--ext-preemption",
             key="preempt",
             type=bool,
-            help="Let a more urgent request preempt a running one",
+            help="Whether a more urgent request may preempt a running one",
         ),
     ] = Field(default_factory=dict)
     """Parameters of the system's admission policy; checked when the system is built."""
@@ -189,7 +189,7 @@ class ExtConfig(Options):
     --profile FILE` learns this server's step times from it. A file of another engine is set aside."""
 
     tuned: Annotated[Text | None, Flag("--ext-tuned", metavar="FILE")] = None
-    """Settings that `vllm-ext plan --save` found for this model on this device. Flags given by hand win."""
+    """Settings that `vllm-ext plan --save` found for this model on this device. What is given by hand wins."""
 
     tuned_except: tuple[Literal["max_num_batched_tokens", "max_num_seqs", "watermark", "kv_cache_dtype"], ...] = Field(
         default=(), strict=False

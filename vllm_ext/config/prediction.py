@@ -45,8 +45,8 @@ class PredictionConfig(Options):
     """Quantile of the predicted distribution that is used where a policy needs one number, above 0, at most 1."""
 
     refresh: Literal["double", "conditional"] = "double"
-    """New estimate for a request that has exceeded its prediction. ``double``: twice the old one, as in ALISE.
-    ``conditional``: the median of the distribution beyond what was generated."""
+    """Estimate for a request that exceeded its prediction. ``double``: twice the old one, as in ALISE. ``conditional``:
+    the ``quantile`` of the distribution beyond what was generated."""
 
     @model_validator(mode="after")
     def _each_source_once(self) -> Self:
@@ -77,19 +77,19 @@ class PredictorConfig(Options):
     """Characters of a chat's system prompt that are embedded with the user's message; 0 for none."""
 
     neighbours: int = Field(default=10, ge=1)
-    """Number of similar past prompts that a prediction is based on."""
+    """Similar past prompts to look at for a prediction, at most."""
 
     threads: Annotated[int, Flag("--ext-predictor-threads", metavar="N")] = Field(default=1, ge=1)
     """CPU threads of the predictor's process."""
 
     nice: int = Field(default=19, ge=0, le=19)
-    """Niceness of the predictor's process, 0 to 19; at 19 the engine gets the core whenever both want it."""
+    """Niceness of the predictor's process, 0 to 19: the higher, the more it yields to the engine."""
 
     batch_size: int = Field(default=16, ge=1)
     """Most prompts that are embedded at once."""
 
     queue_limit: int = Field(default=1024, ge=1)
-    """Most prompts that wait for a prediction; further requests use the other sources."""
+    """Most prompts that wait for a prediction; others go without."""
 
     timeout_s: float = Field(default=30.0, gt=0)
     """Seconds after which a prediction is given up. A process that has not answered for so long is restarted."""

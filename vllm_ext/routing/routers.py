@@ -102,8 +102,8 @@ class Marginal:
     """
 
     weight: float = 8.0
-    """Of its own latency: with 1 the mean of all is best, and single requests wait several times as long. The greater
-    it is the fewer miss a limit, until the mean suffers (tried: 1.5 to 20, on loads that the benchmark does not have).
+    """Of its own latency: the less it counts the lower is the mean of all, and the longer single requests wait. Chosen
+    from 1.5 to 20 on the loads of benchmarks/cluster, with a seed that they do not use.
     """
     stay: float = 0.05
     """Share of the cost that staying may cost more."""

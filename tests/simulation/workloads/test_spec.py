@@ -21,8 +21,9 @@ EXAMPLES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_every_preset_and_format_is_on_the_page() -> None:
-    listed = set(re.findall(r"`([^`\n]+)`", PAGE))
-    assert {*synthetic.PRESETS, *synthetic.CONVERSATIONS, *datasets.FORMATS} - {"auto"} <= listed
+    formats, presets = (PAGE.split(f"## {name}\n")[1].split("\n## ")[0] for name in ("Files", "Presets"))
+    assert {*datasets.FORMATS} - {"auto"} <= set(re.findall(r"^\| `([^`]+)`", formats, re.MULTILINE))
+    assert {*synthetic.PRESETS, *synthetic.CONVERSATIONS} <= set(re.findall(r"`([^`\n]+)`", presets))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))

@@ -34,7 +34,6 @@ SCALED = (
 
 
 SCALES = (0.25, 0.5, 1.0, 2.0)
-STRICTEST_S = min(SCALES) * base.READING_TBT_S
 
 
 def shown(found: Mapping[tuple[Any, ...], Metrics], dims: Sequence[str], columns: Mapping[str, str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def iterations(run: RunData, span_s: float | None = None) -> dict[str, float]:
         token) and ``deadline_attainment_fraction`` (complete by TTFT objective + tokens x TBT objective);
         ``jct_mean_s`` of those that were answered whole (without any, the span) and ``jct_to_end_mean_s`` of everybody,
         to the end of the run; ``strictest_running_fraction``, the share of the run in which a request of the tightest
-        TBT objective was in the batch.
+        TBT objective was between its first step and its end.
     """
     tables = run.requests, run.unserved
     span_s = span_s or run.duration_s
