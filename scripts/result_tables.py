@@ -323,6 +323,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "attention": attention,
     "dead-branches": dead_branches,
     "prediction": prediction,
+    "routing-capacity": partial(routing_capacity, name="routing.json"),
+    "routing-latency": partial(routing_latency, name="routing.json"),
     "step-cost": step_cost,
     "papers": papers,
     "papers-count": papers_count,
