@@ -18,7 +18,7 @@ from pathlib import Path
 
 CHECKS: Sequence[Sequence[str]] = (
     ("doctor",),
-    ("plan", "--dataset", "sharegpt-like", "--rate", "2", "--num-requests", "60", "--loads", "1", "--model", "opt-13b",
+    ("plan", "--dataset", "fixed:512:128", "--rate", "2", "--num-requests", "60", "--loads", "1", "--model", "opt-13b",
      "--device", "a100-40", "--jobs", "2"),
     ("repro", "alise-table3", "--quick", "--jobs", "2", "--out", "result.json"),
 )  # fmt: skip
