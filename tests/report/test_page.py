@@ -164,7 +164,7 @@ def test_flag_names_the_extra_that_is_missing(missing: str, monkeypatch: pytest.
     found = common_flags.importlib.util.find_spec
     monkeypatch.setattr(common_flags.importlib.util, "find_spec", lambda name: None if name == missing else found(name))
     with pytest.raises(
-        common_flags.argparse.ArgumentTypeError, match=rf"needs {missing}: pip install 'vllm-ext\[bench\]'"
+        common_flags.argparse.ArgumentTypeError, match=rf"needs {missing}: pip install 'vllm-ext\[lab\]'"
     ):
         common_flags.html_file("page.html")
 

@@ -88,7 +88,7 @@ def test_missing_package_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "x.parquet").write_text("earlier")
-    with pytest.raises(ImportError, match=rf"{says}: pip install 'vllm-ext\[bench\]'"):
+    with pytest.raises(ImportError, match=rf"{says}: pip install 'vllm-ext\[lab\]'"):
         export.write(export.requests_frame(run_of()), tmp_path / "x.parquet")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.parquet", "earlier")]
 
