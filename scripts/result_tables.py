@@ -279,21 +279,6 @@ def attention(root: Path) -> str:
     return Table(["query tokens", *(f"{shown}: {name}" for shown in results for name in columns)], rows).markdown()
 
 
-def tested(root: Path) -> str:
-    """How many tests passed with which versions, by area: passed, and in brackets failed and skipped if any were."""
-    results = [Result(root, f"tested/{path.name}") for path in sorted((root / RESULTS / "tested").glob("*.json"))]
-    areas = sorted({area for one in results for area in one.setting("areas")})
-
-    def cell(one: Result, area: str) -> str:
-        counts = [int(one.metrics.get(f"{area}.{outcome}_tests", 0)) for outcome in ("passed", "failed", "skipped")]
-        others = [f"{count} {name}" for count, name in zip(counts[1:], ("failed", "skipped"), strict=True) if count]
-        return f"{counts[0]:,}" + (f" ({', '.join(others)})" if others else "")
-
-    rows = [[*map(one.setting, ("vllm", "python", "device")), *(cell(one, area) for area in areas), one.measured_at]
-            for one in results]  # fmt: skip
-    return Table(["vLLM", "Python", "device", *areas, "at"], rows).markdown()
-
-
 def routing_capacity(root: Path, name: str) -> str:
     """Conversations per second that each router carries on each load, the most of each in bold."""
     scenes = _routed(root, name)
@@ -341,7 +326,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "routing-capacity": partial(routing_capacity, name="routing.json"),
     "routing-latency": partial(routing_latency, name="routing.json"),
     "step-cost": step_cost,
-    "tested": tested,
     "papers": papers,
     "papers-count": papers_count,
     "papers-left-out": papers_left_out,
