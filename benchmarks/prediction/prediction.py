@@ -109,7 +109,11 @@ def main(argv: Sequence[str]) -> None:
         if first in sets and second in sets:
             judged = [done for done in sets[second] if done.prompt.turn == 0]
             found = _judged(compared, f"{first} > {second}", sets[first], judged, encoder, args.seed, seconds)
-            scores |= {cell: {m: score[m] for m in _SHOWN} for cell, score in found if cell.turns == "all"}
+            scores |= {
+                cell: {m: score[m] for m in _SHOWN}
+                for cell, score in found
+                if cell.turns == "all" and cell.row != ANNOUNCED
+            }
     metrics = {f"{c.row}/{c.where}/{c.turns}/{m}": v for c, score in scores.items() for m, v in score.items()}
     means = _means(compared, scores, list(sets))
     metrics |= means | {f"{row}/fit_s": value for row, value in seconds.items()}
