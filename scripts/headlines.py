@@ -74,6 +74,13 @@ def step_cost(root: Path) -> Headline:
     )
 
 
+def over_vllm(result: Result, server: str, metric: str, load: float) -> list[float]:
+    """Return a server's metric over vLLM's in each workload of `benchmarks/simulated/tuning.py`."""
+    ours, vllm = (result.data["baselines"].get(name, result.metrics) for name in (server, "vLLM"))
+    keys = (f"{cell} at {load:g}.{metric}" for cell in result.setting("saturation_per_s"))
+    return [ours[key] / vllm[key] for key in keys]
+
+
 def order(root: Path) -> Headline:
     """A tuned budget with `alise`, against vLLM as it comes; beside it vLLM tuned, and vLLM with the same flags."""
     result, load = Result(root, "tuning.json"), 0.9
@@ -81,8 +88,7 @@ def order(root: Path) -> Headline:
 
     def share(server: str, metric: str = "e2e_mean_ms", at: float = load) -> float:
         """Return a server's latency over vLLM's, the geometric mean over the cells."""
-        ours, vllm = (result.data["baselines"].get(name, result.metrics) for name in (server, "vLLM"))
-        logs = [math.log(ours[key] / vllm[key]) for key in (f"{cell} at {at:g}.{metric}" for cell in cells)]
+        logs = [math.log(ratio) for ratio in over_vllm(result, server, metric, at)]
         return math.exp(sum(logs) / len(logs))
 
     ours, same, tuned, again = map(

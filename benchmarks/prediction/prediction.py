@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ from vllm_ext.prediction.text import PromptText
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
+from vllm_ext.simulation.workloads.build import sigma_of
 
 SOURCES = {
     "dolly": "single_turn/dolly_3k",
@@ -178,7 +178,7 @@ def _judged(
             predictor.close()
         yield Cell(row, where, "all"), evaluate.scores(said) | _as_alise(said.p50, said.true)
         if row == SHIPPED:
-            spread = np.random.default_rng(seed).normal(0.0, _spread_of(_ANNOUNCED_ERROR), len(said.true))
+            spread = np.random.default_rng(seed).normal(0.0, sigma_of(_ANNOUNCED_ERROR), len(said.true))
             yield Cell(ANNOUNCED, where, "all"), _as_alise(said.true * np.exp(spread), said.true)
         if (said.turns > 0).any():
             yield Cell(row, where, "first"), evaluate.scores(said.where(said.turns == 0))
@@ -193,11 +193,6 @@ def _as_alise(predicted: npt.NDArray[Any], true: npt.NDArray[Any]) -> dict[str, 
         _ERROR: float(np.abs(predicted - true).mean() / _LONGEST),
         _RELATIVE: float((np.abs(predicted - true) / true).mean()),
     }
-
-
-def _spread_of(error: float) -> float:
-    """Return the deviation of a normal logarithm whose factor is off by so much in the mean."""
-    return error * math.sqrt(math.pi / 2)
 
 
 def _means(rows: Sequence[str], scores: dict[Cell, dict[str, float]], sets: Sequence[str]) -> dict[str, float]:
