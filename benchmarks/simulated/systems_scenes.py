@@ -87,11 +87,21 @@ class Scene:
         return made.model_copy(update={"engine": made.engine.model_copy(update={"options": options})})
 
 
+TUNED = "upstream, "
+"""What the names of vLLM's settings begin with, of which each scene has its best."""
 SYSTEMS = {
     one.name: one
     for one in (
         Variant(name="upstream", system="upstream-fcfs"),
-        Variant(name="upstream tuned", system="upstream-fcfs", engine={"watermark": 0.05}),
+        Variant(name=f"{TUNED}watermark", system="upstream-fcfs", engine={"watermark": 0.05}),
+        *(
+            Variant(
+                name=f"{TUNED}{tokens} tokens",
+                system="upstream-fcfs",
+                engine={"watermark": 0.05, "max_num_batched_tokens": tokens},
+            )
+            for tokens in (128, 256, 512, 1024)
+        ),
         Variant(name="alise", system="alise"),
         *(
             Variant(name=name, system=name)

@@ -28,15 +28,27 @@ def test_a_margin_above_1_is_better_whichever_direction_better_is(compared: Modu
     assert compared.margin(scenes.EVICTIONS, 0.0, 0.0) == 1.0
 
 
-def test_auto_is_held_to_the_owner_of_each_measure_and_to_upstream_tuned(compared: ModuleType) -> None:
+def test_auto_is_held_to_the_owner_of_each_measure_and_to_vllms_best_setting(compared: ModuleType) -> None:
     scene = sys.modules["systems_scenes"].SCENES["streams"]
-    values = {"auto": 0.9, "sarathi": 0.95, "upstream tuned": 0.2}
+    values = {"auto": 0.9, "sarathi": 0.95, "upstream": 0.1, "upstream, watermark": 0.2, "upstream, 256 tokens": 0.6}
     grid = Grid({("streams", name): [{m.metric: value for m in scene.measures}] for name, value in values.items()})
     claims = {claim.name: claim for claim in compared.claims(grid)}
     met = claims["streams: every gap within 100 ms, how many times better auto is than sarathi"]
     assert (met.met, met.goal) == (False, 0.98)
-    assert claims["streams: every gap within 100 ms, how many times better auto is than upstream tuned"].met
+    better = claims["streams: every gap within 100 ms, how many times better auto is than vLLM tuned"]
+    assert (better.met, better.value) == (True, pytest.approx(0.91 / 0.61, abs=1e-4))
     assert len(claims) == 4, "median TTFT and P99 TBT are shown, not judged"
+    met, _duration = compared.summary(grid, "streams")
+    assert met[2:] == ["0.1", "0.6 (256 tokens)", "`sarathi` 0.95", "0.9"]
+
+
+def test_vllm_is_tuned_by_a_scenes_first_measure_whichever_direction_better_is(compared: ModuleType) -> None:
+    values = {"upstream": 0.0, "upstream, watermark": 7.0, "upstream, 128 tokens": 5.0, "auto": 1.0}
+    scenes = sys.modules["systems_scenes"].SCENES
+    for name, best in (("streams", "upstream, watermark"), ("chats, no objectives", "upstream, 128 tokens")):
+        metric = scenes[name].measures[0].metric
+        grid = Grid({(name, system): [{metric: value}] for system, value in values.items()})
+        assert compared.tuned(grid, name) == best
 
 
 def test_every_scene_serves_the_same_requests_to_all_systems(compared: ModuleType) -> None:
@@ -58,7 +70,9 @@ def test_a_failed_run_is_named_and_the_same_command_goes_on_with_it(
     for module in (scenes, compared):
         monkeypatch.setattr(module, "SCENES", {name: scenes.SCENES[name]})
         monkeypatch.setattr(
-            module, "SYSTEMS", {one: scenes.SYSTEMS[one] for one in ("auto", "alise", "upstream tuned")}
+            module,
+            "SYSTEMS",
+            {one: scenes.SYSTEMS[one] for one in ("auto", "alise", "upstream", "upstream, watermark")},
         )
     ran: list[str] = []
 
@@ -78,5 +92,5 @@ def test_a_failed_run_is_named_and_the_same_command_goes_on_with_it(
     result = json.loads(out.read_text(encoding="utf-8"))
     assert result["command"].startswith("python benchmarks/simulated/systems_compared.py --quick --seed 3")
     assert result["metrics"] == {f"{name}.{measure.metric}": 13.0}
-    assert set(result["baselines"]) == {"alise", "upstream tuned"}
-    assert sorted(ran) == ["alise", "alise", "auto", "upstream-fcfs"]
+    assert set(result["baselines"]) == {"alise", "upstream", "upstream, watermark"}
+    assert sorted(ran) == ["alise", "alise", "auto", "upstream-fcfs", "upstream-fcfs"]
