@@ -20,7 +20,7 @@ from vllm_ext.hooks.patch import Patch
 from vllm_ext.scheduling.wait_reasons import TRACE_HEADER
 
 PREFIX = "vllm_ext.wait."
-guarded = Guard(logging.getLogger("vllm.vllm_ext.tracing"), "spans of requests don't say why they waited")
+guarded = Guard(logging.getLogger("vllm.vllm_ext.tracing"), "traces of requests lack the reason for a wait")
 _attributes: ContextVar[Mapping[str, Any] | None] = ContextVar("vllm_ext_span_attributes", default=None)
 _MARK = "_vllm_ext_processor"
 
@@ -77,7 +77,7 @@ HOOKS = (
         target="vllm.v1.engine.output_processor:OutputProcessor.do_tracing",
         feature="tracing",
         why="the one place where the span of a request and its last output are together",
-        breaks_without="spans of requests don't say why they waited",
+        breaks_without="traces of requests lack the reason for a wait",
         remove_when="a scheduler can add attributes to the span of a request",
         replacement=_do_tracing,
         leave_out="--otlp-traces-endpoint",

@@ -55,7 +55,7 @@ def test_a_file_is_bounded_over_several_starts(path: Path, messages: list[str]) 
             record.append(ENGINE, steps(8 * start + 4 * batch, 4))
     assert content(path) == [ENGINE, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert len(messages) == 3, "once in each start that found it full or filled it"
-    assert "holds 10 steps: no more are recorded" in messages[0]
+    assert "holds 10 steps: recording stops" in messages[0]
 
 
 def test_steps_that_cannot_be_written_are_written_later_behind_the_head(path: Path, messages: list[str]) -> None:
@@ -122,4 +122,4 @@ def test_two_servers_that_name_one_file_do_not_mix_their_steps(path: Path, messa
     assert content(path) == [OTHER, 5, 6]
     assert content(path.with_name("steps.jsonl.other-1")) == [ENGINE, 0]
     assert len(messages) == 2
-    assert "no more are recorded" in messages[1]
+    assert "recording stops" in messages[1]

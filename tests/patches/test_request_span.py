@@ -131,4 +131,4 @@ def test_an_unknown_vllm_costs_the_attributes_and_nothing_else(
     warned: list[str] = []
     monkeypatch.setattr(features.logger, "warning", lambda message, *args: warned.append(message % args))
     features.explain_waits(SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint="x")))
-    assert warned == ["spans of requests don't say why they waited: changed upstream"]
+    assert warned == ["traces of requests lack the reason for a wait: changed upstream"]

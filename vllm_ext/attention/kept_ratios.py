@@ -84,7 +84,7 @@ def _kept(path: Path, key: Mapping[str, str]) -> Ratios | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.warning("what an earlier start measured of attention kernels is ignored: %s", error)
+        logger.warning("attention: kernel timings of an earlier start are ignored: %s", error)
     except ValueError as error:
         set_aside(path, error, what=str(path), instead="attention kernels are measured again", logger=logger)
     return None

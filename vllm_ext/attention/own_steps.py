@@ -101,7 +101,7 @@ class OwnSteps:
                 for window, softcap in variants:
                     gpu.attend(query, kv, step, torch.empty_like(query), scale=1.0, window=window, softcap=softcap)
         count = len(lengths) * len(kinds) * len(variants)
-        logger.info("attention: %d kernels were made ready in %.1f s", count, time.perf_counter() - began)
+        logger.info("attention: compiled %d kernels in %.1f s", count, time.perf_counter() - began)
 
     def _ranges(self, common: Any) -> Ranges:
         rows, table = common.num_reqs, common.block_table_tensor

@@ -111,7 +111,7 @@ def _outputs(args: argparse.Namespace, found: Loaded, rows: Sequences) -> dict[s
         made = outputs(found.model, rows.rows, formats, kept_tokens=kept, greedy_tokens=args.greedy_tokens,
                        greedy=formats, progress=progress.update)  # fmt: skip
     if not made[EXACT].logprobs.isfinite().all():
-        raise Failed(f"{args.model}: what it says on exact KV is not finite in {dtype}: try another --dtype")
+        raise Failed(f"{args.model}: its output with exact KV is not finite in {dtype}: try another --dtype")
     return made
 
 

@@ -58,7 +58,7 @@ class Server(LLMServer):
         app = await super().__serve_build_asgi_app__()  # type: ignore[no-untyped-call]
         engines: Engines | None = getattr(app.state, STATE, None)
         if engines is None:
-            logger.warning("vllm-ext: this engine reports no load (load_report is off); requests go by counts alone")
+            logger.warning("vllm-ext: this engine reports no load (load_report is off); the router counts its requests instead")
         else:
             most = max(_FEWEST_SESSIONS, _MOST_SESSIONS // _replicas(self._llm_config.deployment_config))
             self.follow(lambda: _first(engines, most))
@@ -84,7 +84,7 @@ class Server(LLMServer):
         """Raise when the engine is dead, or ends no step."""
         await super().check_health()
         if self._health is not None and (why := self._health.why_ill()):
-            logger.error("vllm-ext: %s; the replica is started anew", why)
+            logger.error("vllm-ext: %s; the replica is restarted", why)
             raise RuntimeError(why)
 
     def _ended(self, failed: bool) -> None:

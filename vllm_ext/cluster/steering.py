@@ -120,7 +120,7 @@ class Steering:
         except ValueError as error:
             if not self._unread:
                 self._unread = True
-                logger.warning("vllm-ext: a report can't be read, of another version? (%s)", error)
+                logger.warning("vllm-ext: a load report can't be read (%s); does the replica run another version?", error)
             return None
 
 

@@ -148,7 +148,7 @@ class KvTierConfig(Options):
             allowed = "not beside kv_tier.gib: what the host keeps gains nothing from records on the device; use one"
             raise ConfigError("device_int8_share", self.device_int8_share, allowed)
         if self.admin and not self.gib:
-            raise ConfigError("admin", self.admin, "needs kv_tier.gib: without a tier there is nothing to see")
+            raise ConfigError("admin", self.admin, "needs kv_tier.gib: without a tier there is nothing to administer")
         if self.policy == LEADING and self.gaps == OFF:
             allowed = "needs gaps: without them a conversation whose first chunk is gone is lost to vLLM's lookup"
             raise ConfigError("policy", self.policy, allowed)

@@ -83,7 +83,7 @@ def let_failure_show() -> None:
     if (reason := _not_verified(("exit-status",))) is None:
         registry.install("exit-status")
     else:
-        logger.warning("if the engine dies, the server exits with vLLM's own status, which may be 0: %s", reason)
+        logger.warning("if the engine dies, the server may exit with status 0, as vLLM does: %s", reason)
 
 
 def explain_waits(vllm_config: Any) -> None:
@@ -93,7 +93,7 @@ def explain_waits(vllm_config: Any) -> None:
     if (reason := _not_verified(("tracing",))) is None:
         registry.install("tracing")
     else:
-        logger.warning("spans of requests don't say why they waited: %s", reason)
+        logger.warning("traces of requests lack the reason for a wait: %s", reason)
 
 
 def _not_verified(groups: tuple[str, ...]) -> str | None:

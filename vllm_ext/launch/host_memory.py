@@ -38,7 +38,7 @@ def with_host_memory(config: ExtConfig, given: object) -> ExtConfig:
 
 def without_host_memory(config: ExtConfig, reason: str) -> ExtConfig:
     """Return the configuration without a host tier, where its size was left to the system, and say why."""
-    logger.info("no host memory is taken for KV: %s; --kv-tier-gib N has it all the same", reason)
+    logger.info("no host memory is used for KV: %s; --kv-tier-gib N uses it anyway", reason)
     return config.changed(kv_tier=config.kv_tier.changed(gib=0.0))
 
 

@@ -76,7 +76,7 @@ class Poller:
             except Exception:
                 if not self._failed:
                     self._failed = True
-                    logger.exception("the scheduler's state can't be fetched; vllm_ext:* metrics stand still")
+                    logger.exception("the scheduler's state can't be fetched; vllm_ext:* metrics are not updated")
             del engine
 
     async def _fetch(self, engine: AsyncLLM) -> None:

@@ -75,5 +75,5 @@ class StepRecord:
                 yield from file
 
     def _stop(self, why: str) -> None:
-        logger.warning("step_record=%s %s: no more are recorded; name another file, or move this one", self._path, why)
+        logger.warning("step_record=%s %s: recording stops; name another file, or move this one", self._path, why)
         self._room, self._unwritten = 0, []

@@ -206,7 +206,7 @@ class _Delivery:
         except Exception:
             if not self._failed:
                 self._failed = True
-                logger.exception("predictions can't be sent to the scheduler; it goes by its other sources")
+                logger.exception("predictions can't be sent to the scheduler, which uses its other sources")
 
 
 def _by_engine(client: Any, answers: Sequence[Answer]) -> dict[bytes, list[list[object]]]:

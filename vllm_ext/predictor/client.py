@@ -361,7 +361,7 @@ class PredictionClient:
         if count and not self._warned_of_drops:
             self._warned_of_drops = True
             logger.warning(
-                "finished requests are not learned: the length predictor is gone or too slow "
+                "finished requests are not learned: the length predictor has ended or is too slow "
                 "(counted in vllm_ext:predictor_dropped_total, not logged again)"
             )
 

@@ -75,7 +75,7 @@ class Learner(threading.Thread):
         with self._busy():
             self._guarded("close", self.predictor.close)
         if not self._end.is_set():
-            logger.error("a prediction hangs while the process is to end: it ends without it")
+            logger.error("a prediction hangs at shutdown; the process ends without it")
             os._exit(1)
 
     def _load(self) -> bool:

@@ -46,7 +46,7 @@ def _count(key: str, advice: str) -> None:
     _counter().inc()
     if key not in _named and len(_named) < _MOST_NAMED:
         _named.add(key)
-        logger.warning("a request says %.80r, which is no hint and is ignored: %s", key, advice)
+        logger.warning("a request has %.80r, which is no hint and is ignored: %s", key, advice)
 
 
 @functools.cache

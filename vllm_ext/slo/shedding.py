@@ -158,7 +158,7 @@ class Shedder:
                 self._seen.clear()
                 if not self._failed:
                     self._failed = True
-                    logger.exception("the scheduler's queue can't be read; no request is shed until it can")
+                    logger.exception("the scheduler's queue can't be read; until then no request is refused")
             del engine
             await asyncio.sleep(self._interval_s)
         self._seen.clear()

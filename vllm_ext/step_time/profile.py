@@ -89,7 +89,7 @@ class Profile:
     def __post_init__(self) -> None:
         Coefficients.checked(self.coefficients)
         if len({value is None for value in (self.pivot_tokens, self.pivot_s, self.pivot_saturated)}) > 1:
-            raise ValueError("pivot_tokens, pivot_s, pivot_saturated: all of them must be given, or all be null")
+            raise ValueError("pivot_tokens, pivot_s, pivot_saturated: all of them must be given, or none")
 
     @property
     def pivot(self) -> Pivot | None:

@@ -31,12 +31,12 @@ class TierAdmin:
         account: Of its tier.
 
     Raises:
-        ValueError: Nobody follows the conversations of the tier.
+        ValueError: The tier does not track conversations (`lru`, `arc`).
     """
 
     def __init__(self, account: TierAccount) -> None:
         if account.tier.keeper is None:
-            raise ValueError("nobody follows the conversations of this tier")
+            raise ValueError("this tier does not track conversations (policy lru or arc)")
         self._account, self._keeper = account, account.tier.keeper
         self._engine = secrets.token_hex(4)
         """Makes ids of conversations unlike those of other engines, which are asked the same."""

@@ -324,4 +324,4 @@ class Transfers:
     def _log(self, what: str) -> None:
         if not self._failure_logged:
             self._failure_logged = True
-            logger.exception("a copy of KV %s; what it was for is computed again (not logged again)", what)
+            logger.exception("a copy of KV %s; its tokens are computed again (not logged again)", what)

@@ -132,7 +132,7 @@ class TierWorker(OffloadingWorker):
         if errors and not self._failure_logged:
             self._failure_logged = True
             logger.error(
-                "a copy of KV failed; what it was for is computed again (not logged again)", exc_info=errors[0]
+                "a copy of KV failed; its tokens are computed again (not logged again)", exc_info=errors[0]
             )
         with self._changed:
             for copy in copies:
