@@ -58,7 +58,9 @@ class Server(LLMServer):
         app = await super().__serve_build_asgi_app__()  # type: ignore[no-untyped-call]
         engines: Engines | None = getattr(app.state, STATE, None)
         if engines is None:
-            logger.warning("vllm-ext: this engine reports no load (load_report is off); the router counts its requests instead")
+            logger.warning(
+                "vllm-ext: this engine reports no load (load_report is off); the router only counts requests"
+            )
         else:
             most = max(_FEWEST_SESSIONS, _MOST_SESSIONS // _replicas(self._llm_config.deployment_config))
             self.follow(lambda: _first(engines, most))

@@ -120,7 +120,7 @@ class Steering:
         except ValueError as error:
             if not self._unread:
                 self._unread = True
-                logger.warning("vllm-ext: a load report can't be read (%s); does the replica run another version?", error)
+                logger.warning("vllm-ext: a load report can't be read (%s); is the replica of another version?", error)
             return None
 
 

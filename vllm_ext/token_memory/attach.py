@@ -118,7 +118,7 @@ class PromptMemory:
             return True
         self._metrics.mismatches.inc()
         self._off = True
-        logger.error("token memory is off: the ids of a prompt did not decode to its text; the tokenizer has encoded it instead")
+        logger.error("token memory is off: ids of a prompt did not decode to its text; the tokenizer encoded it")
         return False
 
 

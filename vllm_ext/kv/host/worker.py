@@ -131,9 +131,7 @@ class TierWorker(OffloadingWorker):
         errors = [copy.error for copy in copies if copy.error is not None]
         if errors and not self._failure_logged:
             self._failure_logged = True
-            logger.error(
-                "a copy of KV failed; its tokens are computed again (not logged again)", exc_info=errors[0]
-            )
+            logger.error("a copy of KV failed; its tokens are computed again (not logged again)", exc_info=errors[0])
         with self._changed:
             for copy in copies:
                 size = len(copy.host.block_ids) * self._chunk_bytes
