@@ -113,7 +113,7 @@ class SimulationSpec(BaseModel):
     nothing, has `round-robin`."""
     exact: Annotated[bool, Flag()] = False
     """Tell vLLM's scheduler of every request in every step: the same results to the last digit, several times later.
-    Where there is a KV connector it always is."""
+    With `device_int8_share` it always is."""
 
 
 class Limits(NamedTuple):
