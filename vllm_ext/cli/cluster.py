@@ -167,8 +167,11 @@ def _run(config: dict[str, Any], address: str | None, places: int | None) -> int
         if address is None:
             serve.shutdown()  # type: ignore[no-untyped-call]
             ray.shutdown()
-        elif ours is not None and ours == _deployed(application["name"]):  # nobody deployed another one since
+        elif ours is not None and (there := _deployed(application["name"])) is not None:
             try:
-                serve.delete(application["name"])
+                if there == ours:
+                    serve.delete(application["name"])
+                else:
+                    print("vllm-ext: what was deployed since is left running", file=sys.stderr, flush=True)
             except TimeoutError:
                 print("vllm-ext: replicas still end what they began", file=sys.stderr, flush=True)
