@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURE = Path("docs/overview.svg")
 _LOADS = (0.8, 0.9, 1.0)
 _SERVERS = {
-    "vLLM tuned": ("vLLM, its flags tuned", "#7F7F7F", "s"),
-    "vLLM, flags of ours tuned": ("vLLM, the same flags", "#56B4E9", "^"),
-    "ours tuned": ("best of ours, flags tuned", "#D55E00", "o"),
+    "vLLM tuned": ("vLLM, flags tuned for it", "#7F7F7F", "s"),
+    "vLLM, flags of ours tuned": ("vLLM, flags tuned for vllm-ext", "#56B4E9", "^"),
+    "ours tuned": ("vllm-ext, the same flags", "#D55E00", "o"),
 }
 """Server of the result -> name in the legend, colour and marker."""
 _MADE_OF = re.compile(r"made of ([0-9a-f]{64})")

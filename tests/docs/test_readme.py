@@ -162,9 +162,9 @@ def test_the_gain_of_a_tuned_server_is_what_the_result_says(checkout: Path) -> N
     }
     path.write_text(json.dumps(data))
     found = headlines.order(checkout)
-    assert found.ours.startswith("**0.50** times vLLM's")
-    assert found.baseline.endswith("0.62 (vLLM, the same flags)")
-    assert "P99 0.50 times" in found.note
+    assert found.ours.startswith("**0.50 / 0.50** times vLLM's")
+    assert found.baseline.endswith("0.62 / 0.62 (vLLM, the flags found for ours)")
+    assert "P99 0.50 / 0.50 times" in found.note
 
 
 def test_a_system_that_was_measured_with_shorter_queues_says_so(checkout: Path) -> None:
