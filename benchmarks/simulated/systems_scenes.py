@@ -98,7 +98,7 @@ SYSTEMS = {
             Variant(
                 name=f"{TUNED}{tokens} tokens",
                 system="upstream-fcfs",
-                engine={"watermark": 0.05, "max_num_batched_tokens": tokens},
+                engine={"watermark": 0.05, "max_num_batched_tokens": tokens, "max_num_seqs": min(tokens, 256)},
             )
             for tokens in (128, 256, 512, 1024)
         ),
