@@ -331,6 +331,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **{name: partial(kept, name=f"compare_{name}.json", title=name) for name in _COMPARED},
     "ablation": ablation,
     "attention": attention,
+    "auto": partial(kept, name="systems_compared.json"),
     "dead-branches": dead_branches,
     "prediction": prediction,
     "prediction-as-alise": prediction_as_alise,
