@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -32,6 +34,15 @@ settings.register_profile(
     derandomize=False,
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def vllms_log_level() -> Iterator[None]:
+    """Commands lower vLLM's log level for the rest of their process, which here has other tests to run."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
