@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import geometric_mean
 
 from headlines import over_vllm
 from result_file import Result
@@ -75,7 +74,7 @@ def draw(shown: Shares, path: Path) -> None:
         for number, (server, (label, colour, marker)) in enumerate(_SERVERS.items()):
             for load, values in enumerate(shown[server]):
                 x = load + 0.26 * (number - (len(_SERVERS) - 1) / 2)
-                mean = math.exp(fmean(map(math.log, values)))
+                mean = geometric_mean(values)
                 spread = [x + 0.06 * (2 * at / max(1, len(values) - 1) - 1) for at in range(len(values))]
                 axes.plot(spread, sorted(values), marker, color=colour, alpha=0.35, markersize=3.5, linewidth=0)
                 axes.plot([x - 0.09, x + 0.09], [mean, mean], color=colour, linewidth=3.2,

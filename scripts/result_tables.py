@@ -315,7 +315,7 @@ def routing(root: Path, shown: Callable[[list[Any], float], str], name: str = "r
 def _capacity(row: list[Any], most: float) -> str:
     """Conversations per second, the most in bold, and how many times round robin's that is, with its 95 % interval."""
     rate = f"**{row[1]}**" if _rate(row) == most else str(row[1])
-    return f"{rate}; {row[2]}" if "1.00 (1.00..1.00)" not in row else rate
+    return rate if row[0] == "round-robin" else f"{rate}; {row[2]}"
 
 
 def _latency(row: list[Any], _most: float) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from importlib import import_module as script
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,6 @@ from vllm_ext import systems
 from vllm_ext.systems import past_future
 
 RUNNING = 20
-
-
-@pytest.fixture(autouse=True)
-def _vllm_logs_again_afterwards() -> Iterator[None]:
-    """The benchmark silences vLLM for its own process; other tests read what is logged."""
-    logger = logging.getLogger("vllm")
-    level = logger.level
-    yield
-    logger.setLevel(level)
 
 
 def cell(*, waiting: int = 6, memory_bound: bool = False) -> Any:

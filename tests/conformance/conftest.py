@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _quiet_vllm() -> Iterator[None]:
+def _quiet_vllm(vllms_log_level: None) -> None:
     import vllm.logger
 
-    logger = logging.getLogger(vllm.logger.__name__.partition(".")[0])
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
+    logging.getLogger(vllm.logger.__name__.partition(".")[0]).setLevel(logging.CRITICAL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,8 @@ STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 
 
 @pytest.fixture(autouse=True)
-def _quiet_vllm() -> Iterator[None]:
-    logger = logging.getLogger("vllm")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
+def _quiet_vllm(vllms_log_level: None) -> None:
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
 
 
 @pytest.mark.parametrize(

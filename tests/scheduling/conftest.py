@@ -11,14 +11,10 @@ from tests.support.steering import SCRIPT
 
 
 @pytest.fixture(autouse=True)
-def _quiet_vllm() -> Iterator[None]:
+def _quiet_vllm(vllms_log_level: None) -> None:
     import vllm.logger
 
-    logger = logging.getLogger(vllm.logger.__name__.partition(".")[0])
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
+    logging.getLogger(vllm.logger.__name__.partition(".")[0]).setLevel(logging.CRITICAL)
 
 
 @pytest.fixture(autouse=True)
