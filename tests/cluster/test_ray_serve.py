@@ -303,6 +303,7 @@ def test_a_rolling_update_loses_no_request(cluster: Cluster) -> None:
     assert Counter(one.status for one in answers) == {200: len(answers)}
 
 
+@pytest.mark.full
 def test_a_replica_that_leaves_ends_what_it_began(cluster: Cluster) -> None:
     """From three replicas to two while all of them stream; last, as it leaves one less."""
     cluster.replicas()

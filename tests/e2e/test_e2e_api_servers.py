@@ -12,7 +12,7 @@ from forks import ForkServer
 from predicting import asked, begin_when, complete, options, predictor_log, up, worker_pid
 from servers import HANG_S, MODEL, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(3 * HANG_S)]
 
 
 @pytest.fixture(scope="module")

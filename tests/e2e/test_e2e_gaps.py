@@ -139,7 +139,7 @@ def test_what_would_be_wrong_is_seen(
 
 
 BOOTED = quick(
-    {"v2": ("device",), "async": ("device", "pensieve")},
+    {"async": ("device", "pensieve")},
     full={"v2": ("device",), "async": ("device", "chunked", "pensieve")},
 )
 

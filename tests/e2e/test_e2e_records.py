@@ -136,9 +136,7 @@ def test_a_block_that_is_read_after_it_was_given_away_is_seen(
     assert late.tokens != exact["talks"].tokens
 
 
-BOOTED = quick(
-    {"v2": ("fcfs",), "async": ("gaps",)}, full={"v2": ("fcfs", "gaps"), "async": ("fcfs", "gaps", "pensieve")}
-)
+BOOTED = quick({"async": ("gaps",)}, full={"v2": ("fcfs", "gaps"), "async": ("fcfs", "gaps", "pensieve")})
 
 
 @pytest.mark.parametrize("boot", BOOTED)
@@ -154,6 +152,7 @@ def test_10_other_runners_give_the_same_tokens(boot: str, run_engines: Engines, 
         assert found[name].tokens == expected
 
 
+@pytest.mark.full
 def test_10_the_backend_for_cuda_reads_records(run_engines: Engines, llama: Path) -> None:
     """vLLM's Triton kernel, interpreted: one prompt, another one that takes all blocks, and the first one again."""
     first, other = ([start + i % 50 for i in range(length)] for start, length in ((40, 70), (60, 150)))

@@ -56,6 +56,7 @@ def test_shares_together_are_as_large_as_the_whole(runs: dict[str, Outcome]) -> 
     assert per_token[0] / per_token[1] == pytest.approx(4 * 32 / (32 + 2 * 4))
 
 
+@pytest.mark.full
 def test_workers_compute_across_gaps(run_engines: Engines, llama: Path) -> None:
     """They are processes of their own, which are told of gaps with each step."""
     modes = ("device", "pensieve")

@@ -14,7 +14,7 @@ from tests.support.extent import quick
 from tests.support.tier_walk import walk
 from vllm_ext.config.kv_tier import AUTO, IN_STEP
 
-STEPS = int(os.environ.get("SOAK_STEPS", quick(40_000, full=100_000)))
+STEPS = int(os.environ.get("SOAK_STEPS", quick(20_000, full=100_000)))
 FIRST_SEED = int(os.environ.get("SOAK_SEED", "0"))
 PART_STEPS = 20_000
 

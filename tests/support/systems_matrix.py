@@ -13,7 +13,7 @@ STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 
 AGE_LIMIT_S = 1.0
 NUM_LEVELS = 3
-_MANY, _FEW, _LEAST = quick(25, full=50), quick(6, full=12), quick(3, full=12)
+_MANY, _FEW, _LEAST = quick(15, full=50), quick(4, full=12), quick(3, full=12)
 _QUICK_AGING = {"age_limit_s": AGE_LIMIT_S, "num_levels": NUM_LEVELS, "base_level_s": 0.1}
 _AGE_LIMIT = {"age_limit_s": AGE_LIMIT_S}
 _TIGHT_BUDGET = {"tile_tokens": 4, "min_prefill_tokens": 4}
