@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from vllm_ext.config import tuned
 from vllm_ext.report import results
 from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
 from vllm_ext.simulation.plan import candidates, saturation, search
+from vllm_ext.simulation.plan.command import VLLM_MEMORY_UTILIZATION
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import pools
 
@@ -492,3 +494,11 @@ def test_trace_with_one_arrival_and_a_broken_line_are_refused_with_the_reason(
     broken.write_text('{"prompt_tokens": 3, "output_tokens": 2, "timestamp": 0}\nnonsense\n', encoding="utf-8")
     assert main(["--trace", str(broken), *FAST]) == 2
     assert "broken.jsonl: line 2" in capsys.readouterr().err
+
+
+def test_help_says_the_share_of_memory_that_a_plan_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's default, not that of the simulator's studies."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    (share,) = re.findall(r"activations\s+and\s+KV \(default: (\S+)\)", capsys.readouterr().out)
+    assert float(share) == VLLM_MEMORY_UTILIZATION

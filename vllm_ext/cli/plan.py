@@ -25,7 +25,7 @@ from vllm_ext.simulation.cost.spec import notes
 from vllm_ext.simulation.plan import evidence, search
 from vllm_ext.simulation.plan.answer import Answer, Doubt, answer, doubt, nearest, parts_of_choice
 from vllm_ext.simulation.plan.candidates import AS_IT_IS, CHANGED, DEFAULT, Candidate, has_objectives
-from vllm_ext.simulation.plan.command import command_of, not_in_command
+from vllm_ext.simulation.plan.command import VLLM_MEMORY_UTILIZATION, command_of, not_in_command
 from vllm_ext.simulation.plan.estimate import estimate
 from vllm_ext.simulation.plan.evidence import Objective
 from vllm_ext.simulation.plan.runs import Bench, NoAnswer, Parts, parts_of
@@ -474,7 +474,9 @@ def _parser() -> Parser:
         "--router", choices=list(ROUTERS), default="", metavar="NAME",
         help=f"of these: {', '.join(ROUTERS)} (default: marginal; vLLM as it is has round-robin)",
     )  # fmt: skip
-    spec_flags.add_arguments(parser, systems=False)
+    spec_flags.add_arguments(
+        parser, systems=False, defaults={"hardware.gpu_memory_utilization": VLLM_MEMORY_UTILIZATION}
+    )
     common_flags.add(
         parser, "jobs", "cache", "out", "json", "html", quiet="no line per simulation",
         plot="draw the objective against the rate (.png or .svg)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shlex
 import sys
@@ -29,8 +30,9 @@ _SLO_NAMES = ("ttft", "tbt", "e2e")
 
 
 def add_flags(
-    parser: Parser, model: type[BaseModel], prefix: str, title: str = "run", fields: Iterable[str] = ()
-) -> None:
+    parser: Parser, model: type[BaseModel], prefix: str, title: str = "run", fields: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Add the flags of a model; see `given`.
 
     Args:
@@ -39,8 +41,10 @@ def add_flags(
         prefix: Before the dotted path under which a flag's value stands in the parsed arguments.
         title: Of the group of the model's own fields.
         fields: Those that get a flag, whose name is theirs; by default the fields that are marked with one.
+        defaults: What the command takes where the field has another default, by the field's path: for the help.
     """
     groups: dict[str, Any] = {}
+    defaults = defaults or {}
     for path, flag, field in (
         ((name, Flag(), model.model_fields[name]) for name in fields) if fields else flagged(model)
     ):
@@ -48,7 +52,9 @@ def add_flags(
         if name not in groups:
             groups[name] = parser.add_argument_group(name or title)
         names = flags.names_of(path, flag)
-        groups[name].add_argument(*names, **flags.argument(flag, field) | {"dest": prefix + path})
+        shown = copy.copy(field)
+        shown.default = defaults.get(path, field.default)
+        groups[name].add_argument(*names, **flags.argument(flag, shown) | {"dest": prefix + path})
         parser.flag_of |= dict.fromkeys((path, prefix + path), names[0])
 
 
@@ -61,12 +67,13 @@ def given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
     }
 
 
-def add_arguments(parser: Parser, *, systems: bool = True) -> None:
+def add_arguments(parser: Parser, *, systems: bool = True, defaults: Mapping[str, Any] | None = None) -> None:
     """Add the flags of a description; none of them has a default of its own.
 
     Args:
         parser: Gets them.
         systems: Whether the user says which systems run.
+        defaults: As of `add_flags`.
     """
     from vllm_ext.simulation.spec import SimulationSpec
 
@@ -87,7 +94,7 @@ def add_arguments(parser: Parser, *, systems: bool = True) -> None:
         "--slo", dest=f"{SPEC}workload.tiers", type=slo, metavar="ttft=S,tbt=S,e2e=S",
         help="objectives of every request in seconds: first token, every gap between tokens, last token",
     )  # fmt: skip
-    add_flags(parser, SimulationSpec, SPEC)
+    add_flags(parser, SimulationSpec, SPEC, defaults=defaults)
     parser.flag_of |= {"engine.system": SYSTEMS, "workload.tiers": "--slo", _POLICIES: "--policy"}
 
 
