@@ -10,10 +10,15 @@ start of the engine (the result's metrics), and on the first half of each run, o
 (the baseline "fitted on its own first half"). A machine whose speed drifts between recordings tells the two apart.
 
 The model is random and of some 25 million parameters: steps of the embedded one take 3 ms, of which the operating
-system's noise is a large part.
+system's noise is a large part. ``--setting`` chooses what else is looked at: too few KV blocks, conversations
+whose turns find their history in the prefix cache, or in host memory. Runs with a KV tier are predicted only: when a
+copy ends is not in the record, so no replay can decide the same. On CPUs vLLM schedules no step ahead
+(``--async-scheduling`` is turned off), so that is for a machine with a GPU.
 
     OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/engine/simulator_validation.py \\
         --out benchmarks/results/simulator_validation.json
+    OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/engine/simulator_validation.py \\
+        --setting tier --out benchmarks/results/simulator_validation_tier.json
     python benchmarks/engine/simulator_validation.py --quick
 
 With ``--quick`` one short run of the embedded model is recorded, its first half fitted and its second half predicted.
@@ -48,18 +53,26 @@ MODEL = (
     '{"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8, '
     '"num_key_value_heads": 4, "head_dim": 64}'
 )
-FULL = (
-    "--source", "sharegpt-vllm", "--set", "scale_prompt=0.25", "--set", "scale_output=0.25",
-    "--systems", "upstream-fcfs,alise", "--loads", "0.5,0.8", "--num-requests", "180",
+_ALONE = ("--source", "sharegpt-vllm", "--set", "scale_prompt=0.25", "--set", "scale_output=0.25")
+_TALKS = (
+    "--source", "pensieve-sharegpt", "--set", "scale_prompt=0.1", "--set", "scale_output=0.25", "--set", "min_turns=2",
+    "--set", "max_turns=5", "--set", "think_s=2.0", "--loads", "0.7", "--num-requests", "40",
 )  # fmt: skip
-"""Passed to `record_run.py` before the options from the command line."""
+_BOTH = ("--systems", "upstream-fcfs,alise")
+SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "plain": ((*_ALONE, *_BOTH, "--loads", "0.5,0.8", "--num-requests", "180"), ()),
+    "memory": ((*_ALONE, *_BOTH, "--loads", "0.7", "--num-requests", "120"), ("--num-gpu-blocks-override", "20")),
+    "turns": ((*_TALKS, *_BOTH), ()),
+    "tier": ((*_TALKS, "--systems", "pensieve"), ("--num-gpu-blocks-override", "32", "--kv-tier-gib", "0.25")),
+}
+"""What is recorded: options of `record_run.py` and flags of `vllm serve`, both before those from the command line."""
 LARGER = ("--hf-overrides", MODEL, "--load-format", "dummy")
 """The same behind ``--``."""
 QUICK = (
     "--source", "alpaca-like", "--set", "scale_output=0.5", "--num-requests", "80", "--rate", "20", "--loads", "0.8",
 )  # fmt: skip
-"""As `FULL`, with ``--quick``. Two slow cores end some 20 requests/s of a backlog; measuring it would take another
-engine."""
+"""In place of a setting's options, with ``--quick``. Two slow cores end some 20 requests/s of a backlog; measuring it
+would take another engine."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -83,9 +96,10 @@ def _record_all(args: argparse.Namespace, rest: Sequence[str], recording: Path, 
     if fit_on is None:
         _record(recording, rest, QUICK, (), seed=args.seed)
         return
-    rate = _record(fit_on, rest, FULL, LARGER, seed=args.seed + _FIT_SEED)
-    same = FULL if rate is None else (*FULL, "--rate", str(rate))
-    _record(recording, rest, same, LARGER, seed=args.seed, repeats=args.repeats)
+    full, flags = SETTINGS[args.setting]
+    rate = _record(fit_on, rest, full, (*LARGER, *flags), seed=args.seed + _FIT_SEED)
+    same = full if rate is None else (*full, "--rate", str(rate))
+    _record(recording, rest, same, (*LARGER, *flags), seed=args.seed, repeats=args.repeats)
 
 
 def _record(
@@ -108,7 +122,7 @@ def _judge(
     main = own if fit_on is None else reports.make_report(runs, reports.load(fit_on))
 
     made = partial(
-        reports.make_result, path=recording, name="simulator_validation", command=results.command(argv, __file__),
+        reports.make_result, path=recording, name=_name(args.setting), command=results.command(argv, __file__),
         seed=args.seed, note=args.note,
     )  # fmt: skip
     result = made(main, fit_path=fit_on)
@@ -124,6 +138,10 @@ def _judge(
     return main, result, tables
 
 
+def _name(setting: str) -> str:
+    return "simulator_validation" if setting == "plain" else f"simulator_validation_{setting}"
+
+
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -131,6 +149,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     common_flags.add(parser, "out", "quick", "seed")
     parser.add_argument(
         "--repeats", type=common_flags.at_least(1), default=2, help="runs of the same requests (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--setting",
+        choices=SETTINGS,
+        default="plain",
+        help="what is looked at (default: %(default)s); not with --quick",
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recordings there")
     parser.add_argument(

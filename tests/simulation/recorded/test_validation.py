@@ -185,3 +185,15 @@ def test_command_says_what_is_wrong_with_the_recording(
     run = str(recordings["alise-run"])
     assert main(["validate", *(run if text == "RUN" else text for text in arguments)]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_a_run_with_a_kv_connector_is_predicted_and_not_replayed(recordings: dict[str, Path]) -> None:
+    """When copies end is not recorded."""
+    plain, other = runs_of(recordings, "alise-run")
+    settings = other.header.settings.model_copy(update={"connector": "TieredConnector"})
+    header = other.header.model_copy(update={"settings": settings, "load": 2.0})
+    report = validation.make_report([plain, replace(other, header=header)], runs_of(recordings, "alise-fit"))
+    assert len(report.replays) == 1
+    assert validation.EQUAL_STEPS in report.groups["alise", plain.header.load]
+    assert validation.EQUAL_STEPS not in report.groups["alise", 2.0]
+    assert report.groups["alise", 2.0]["e2e_error_median"] < 0.002

@@ -88,3 +88,13 @@ def test_quick_run_takes_one_engine_and_judges_its_second_half(
     assert (asked["systems"], asked["repeats"], asked["loads"]) == ("upstream-fcfs", 1, [0.8])
     assert (asked["workload.rate_per_s"], asked["passed"]) == (20.0, []), "nothing is measured first"
     assert result_of(capsys)["config"]["fitted_on"] == "the first half of each run, in time"
+
+
+def test_a_setting_brings_its_flags_and_name(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark.main(["--setting", "tier", "--keep", str(tmp_path), "--systems", "alise", "--", "--kv-tier-gib", "1"])
+    for asked in map(vars, benchmark.asked):
+        assert (asked["systems"], asked["workload.source"]) == ("alise", "pensieve-sharegpt")
+        assert asked["passed"] == [*benchmark.LARGER, *benchmark.SETTINGS["tier"][1], "--kv-tier-gib", "1"]
+    assert result_of(capsys)["name"] == "simulator_validation_tier"

@@ -89,7 +89,7 @@ class Report:
 
     validations: Sequence[Validation]
     replays: Sequence[Replay]
-    """One per validation, or none at all."""
+    """Of the runs without a KV connector, or none at all."""
     groups: _ByLoad
     """The metrics: medians over repeats, as the next."""
     measured: _ByLoad
@@ -253,7 +253,8 @@ def make_report(runs: Sequence[Run], fit_on: Sequence[Run] | None = None, *, rep
 
     Args:
         fit_on: Runs of another recording to fit on, those of the same system where there are any; None: see `validate`.
-        replays: Also repeat every run exactly and compare all decisions.
+        replays: Also repeat every run exactly and compare all decisions, but those with a KV connector, whose copies
+            end when the machine has done them.
 
     Raises:
         RecordingError, ValueError: a run can't be replayed, simulated or judged, or the fit has too little to go by.
@@ -265,11 +266,11 @@ def make_report(runs: Sequence[Run], fit_on: Sequence[Run] | None = None, *, rep
         for system in dict.fromkeys(run.header.system for run in runs):
             fits[system] = fit([run for run in fit_on if run.header.system == system] or fit_on)
     validations = [validate(run, fits.get(run.header.system)) for run in runs]
-    replayed = [replay(run) for run in runs] if replays else []
-    equal = [{EQUAL_STEPS: one.steps / max(1, one.total_steps)} for one in replayed] or [{}] * len(runs)
+    repeated = [replay(run) if replays and run.header.settings.connector is None else None for run in runs]
+    equal = [{} if one is None else {EQUAL_STEPS: one.steps / max(1, one.total_steps)} for one in repeated]
     return Report(
         validations=validations,
-        replays=replayed,
+        replays=[one for one in repeated if one is not None],
         groups=_medians((one.run, {**one.metrics, **same}) for one, same in zip(validations, equal, strict=True)),
         measured=_medians((one.run, one.baseline) for one in validations),
         floors=floors(runs),
