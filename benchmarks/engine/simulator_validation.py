@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import sys
 import tempfile
@@ -41,9 +42,11 @@ from pathlib import Path
 
 import record_run
 
+from vllm_ext import tiny_model
 from vllm_ext.cli.command import Failed, split
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.table import Table
+from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.recorded import validation as reports
 
 _FIT_SEED = 1000
@@ -53,15 +56,18 @@ MODEL = (
     '{"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8, '
     '"num_key_value_heads": 4, "head_dim": 64}'
 )
-_ALONE = ("--source", "sharegpt-vllm", "--set", "scale_prompt=0.25", "--set", "scale_output=0.25")
+_ALONE = (
+    "--source", "sharegpt-vllm", "--set", "scale_prompt=0.25", "--set", "scale_output=0.25", "--loads", "0.7",
+    "--num-requests", "120",
+)  # fmt: skip
 _TALKS = (
     "--source", "pensieve-sharegpt", "--set", "scale_prompt=0.1", "--set", "scale_output=0.25", "--set", "min_turns=2",
     "--set", "max_turns=5", "--set", "think_s=2.0", "--loads", "0.7", "--num-requests", "40",
 )  # fmt: skip
 _BOTH = ("--systems", "upstream-fcfs,alise")
 SETTINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "plain": ((*_ALONE, *_BOTH, "--loads", "0.5,0.8", "--num-requests", "180"), ()),
-    "memory": ((*_ALONE, *_BOTH, "--loads", "0.7", "--num-requests", "120"), ("--num-gpu-blocks-override", "20")),
+    "plain": ((*_ALONE, *_BOTH), ()),
+    "memory": ((*_ALONE, *_BOTH), ("--num-gpu-blocks-override", "20")),
     "turns": ((*_TALKS, *_BOTH), ()),
     "tier": ((*_TALKS, "--systems", "pensieve"), ("--num-gpu-blocks-override", "32", "--kv-tier-gib", "0.25")),
 }
@@ -118,8 +124,9 @@ def _judge(
 ) -> tuple[reports.Report, results.Result, list[Table]]:
     """Both reports; the one with the fit of another recording is the result, the other a baseline of it."""
     runs = reports.load(recording)
-    own = reports.make_report(runs, replays=fit_on is None)
-    main = own if fit_on is None else reports.make_report(runs, reports.load(fit_on))
+    hardware = _hardware(recording.with_name("model"))
+    own = reports.make_report(runs, replays=fit_on is None, hardware=hardware)
+    main = own if fit_on is None else reports.make_report(runs, reports.load(fit_on), hardware=hardware)
 
     made = partial(
         reports.make_result, path=recording, name=_name(args.setting), command=results.command(argv, __file__),
@@ -136,6 +143,14 @@ def _judge(
         )
         tables.append(dataclasses.replace(reports.make_table(own), title=f"{OWN_HALF}:"))
     return main, result, tables
+
+
+def _hardware(folder: Path) -> HardwareSpec:
+    """Return what copies of KV move here, and how fast; the folder gets the larger model's configuration."""
+    config = json.loads((tiny_model.build() / "config.json").read_text())
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | json.loads(MODEL)))
+    return HardwareSpec(model=str(folder), device="cpu", kv_dtype_bytes=4)
 
 
 def _name(setting: str) -> str:

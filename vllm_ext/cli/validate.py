@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_ext.cli import spec_flags
 from vllm_ext.cli.command import Parser, guarded
-from vllm_ext.cli.spec_flags import command_line
 from vllm_ext.report import common_flags, plots, results
+from vllm_ext.simulation.cost.spec import HardwareSpec
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.recorded.validation import Report
+
+_HARDWARE = "hardware."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,12 +27,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _validate(args: argparse.Namespace) -> int:
     from vllm_ext.simulation.recorded import validation as reports
+    from vllm_ext.simulation.spec import parse
 
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it describes every configuration it builds
     runs = reports.load(args.recording, args.system)
     fit_on = reports.load(args.fit_on) if args.fit_on is not None else None
-    report = reports.make_report(runs, fit_on, replays=not args.no_replay)
-    command = command_line(args.command_line)
+    given = spec_flags.given(args, _HARDWARE)
+    hardware = parse(HardwareSpec, given) if given else None
+    report = reports.make_report(runs, fit_on, replays=not args.no_replay, hardware=hardware)
+    command = spec_flags.command_line(args.command_line)
     result = reports.make_result(report, args.recording, args.fit_on, name="validate", command=command)
     if args.save_cost is not None:
         report.validations[0].fit.cost.save(args.save_cost)
@@ -57,6 +63,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--save-cost", type=Path, metavar="FILE", help="keep the fitted cost model (of the first run) for simulations"
     )
+    spec_flags.add_flags(parser, HardwareSpec, _HARDWARE, "hardware, of runs with a KV tier")
     common_flags.add(parser, "out", plot="draw predicted and measured latencies (.png, .svg)")
     return parser
 

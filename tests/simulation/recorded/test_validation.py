@@ -11,10 +11,12 @@ import pytest
 
 from vllm_ext.cli.main import main
 from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
+from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.recorded import recording, validation
-from vllm_ext.simulation.recorded.recording import Finish, RecordingError, Run
-from vllm_ext.simulation.recorded.run import RecordedWorkload, offsets, timed_steps
+from vllm_ext.simulation.recorded.recording import Add, Finish, RecordingError, Run
+from vllm_ext.simulation.recorded.run import RecordedWorkload, _answers, offsets, timed_steps
 from vllm_ext.simulation.recorded.validation import fit, floors, validate
+from vllm_ext.simulation.workloads.token_ids import output_ids
 
 from .recorded_runs import DELIVERY_S, INTAKE_S, simulate
 
@@ -192,8 +194,44 @@ def test_a_run_with_a_kv_connector_is_predicted_and_not_replayed(recordings: dic
     plain, other = runs_of(recordings, "alise-run")
     settings = other.header.settings.model_copy(update={"connector": "TieredConnector"})
     header = other.header.model_copy(update={"settings": settings, "load": 2.0})
-    report = validation.make_report([plain, replace(other, header=header)], runs_of(recordings, "alise-fit"))
+    runs, fit_on = [plain, replace(other, header=header)], runs_of(recordings, "alise-fit")
+    with pytest.raises(RecordingError, match="has a KV tier; say by --model and --device"):
+        validation.make_report(runs, fit_on)
+    report = validation.make_report(runs, fit_on, hardware=HardwareSpec(device="cpu"))
     assert len(report.replays) == 1
     assert validation.EQUAL_STEPS in report.groups["alise", plain.header.load]
     assert validation.EQUAL_STEPS not in report.groups["alise", 2.0]
     assert report.groups["alise", 2.0]["e2e_error_median"] < 0.002
+
+
+def test_repeats_whose_turns_ask_at_other_moments_are_repeats(recordings: dict[str, Path]) -> None:
+    """Who goes on with a conversation asks later where the answer before came later."""
+    one, other = runs_of(recordings, "alise-run")
+    first, second, *rest = other.requests
+    late = second.model_copy(update={"arrival_s": second.token_times_s[0] - 0.001})
+    found = floors([one, replace(other, requests=(first, *rest, late))])
+    assert found.keys() == floors([one, other]).keys()
+    assert found["alise", one.header.load]["ttft_error_p90"] < 0.1
+
+
+def test_a_turn_repeats_what_the_simulation_answers(recordings: dict[str, Path]) -> None:
+    """And a third one that of both, or it would find nothing in the prefix cache."""
+    run = runs_of(recordings, "upstream-fcfs-run")[0]
+    first, second, third, *_ = (entry for entry in run.entries if isinstance(entry, Add))
+    answers = _answers(run)
+    more = (77, 78)
+    turns = {second.req_id: first.prompt + answers[first.req_id] + more}
+    turns[third.req_id] = turns[second.req_id] + answers[second.req_id][:3]
+    entries = [
+        entry.model_copy(update={"prompt": turns[entry.req_id]})
+        if isinstance(entry, Add) and entry.req_id in turns else entry
+        for entry in run.entries
+    ]  # fmt: skip
+    workload = RecordedWorkload(replace(run, entries=tuple(entries)), offsets([run]))
+    asked = {request.req_id: request.token_ids for request in workload.start()}
+    filler = output_ids(len(answers[first.req_id]), ended=False)
+    expected = (*first.prompt, *filler, *more)
+    assert answers[first.req_id] != tuple(filler)
+    assert asked[run.client_id(first.req_id)] == first.prompt
+    assert asked[run.client_id(second.req_id)] == expected
+    assert asked[run.client_id(third.req_id)] == (*expected, *filler[:1] * 3)

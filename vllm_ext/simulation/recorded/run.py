@@ -15,14 +15,16 @@ an interval; the estimate is the value that lies in the most intervals.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import median
 from typing import NamedTuple
 
 from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.simulation.recorded.recording import Add, RecordingError, Run, Step, Update
 from vllm_ext.simulation.workloads.requests import SimRequest
+from vllm_ext.simulation.workloads.token_ids import output_ids as simulated_ids
 
 _IDLE_S = 2e-4
 """An engine core that waits for work takes a request at once; by how much a single wake-up may differ."""
@@ -156,7 +158,8 @@ class RecordedWorkload:
     """All requests of a run under their clients' ids, those before the measured part included.
 
     Time starts with the first request. Measured requests arrive when they were due, later by the intake; the others,
-    which no client timed, in the middle of when they can have. Lengths are those that came out.
+    which no client timed, in the middle of when they can have. Lengths are those that came out. Where a prompt repeats
+    an earlier request's answer, it repeats what the simulation answers: else no turn would find its history cached.
 
     Args:
         run: A whole run.
@@ -177,7 +180,8 @@ class RecordedWorkload:
             raise RecordingError(f"{run.source}: the run of line {run.line} has no request")
         self.start_s = adds[0].at_s
         """The run's time 0 on the recording's clock."""
-        lengths = _output_lengths(run)
+        answers = _answers(run)
+        prompts = _simulated_prompts(adds, answers)
         windows = arrival_windows(run)
         measured = {r.req_id: r for r in run.requests}
         self._requests = []
@@ -187,7 +191,7 @@ class RecordedWorkload:
             where, req_id = f"{run.source}, line {line}", run.client_id(add.req_id)
             if add.unsupported:
                 raise RecordingError(f"{where}: field 'unsupported': {', '.join(add.unsupported)} can't be simulated")
-            if add.req_id not in lengths:
+            if add.req_id not in answers:
                 raise RecordingError(f"{where}: {add.req_id} did not end by itself or at its bound")
             at_s = sum(windows[add.req_id]) / 2
             if req_id in measured:
@@ -197,9 +201,9 @@ class RecordedWorkload:
                     req_id=req_id,
                     arrival_s=max(0.0, at_s - self.start_s),
                     prompt_tokens=len(add.prompt),
-                    output_tokens=lengths[add.req_id],
+                    output_tokens=len(answers[add.req_id]),
                     max_tokens=add.max_tokens,
-                    token_ids=add.prompt,
+                    token_ids=prompts[add.req_id],
                     extra_args=add.extra_args,
                     priority=add.priority,
                     session_id=add.session_id,
@@ -217,15 +221,33 @@ class RecordedWorkload:
         return ()
 
 
-def _output_lengths(run: Run) -> dict[str, int]:
-    """Tokens by vLLM's request id, of the requests that ended by themselves or at their bound."""
-    counts: dict[str, int] = {}
-    ended: dict[str, int] = {}
+def _answers(run: Run) -> dict[str, tuple[int, ...]]:
+    """Output tokens by vLLM's request id, of the requests that ended by themselves or at their bound."""
+    given: dict[str, list[int]] = {}
+    ended: dict[str, tuple[int, ...]] = {}
     for update in run.of_type(Update):
         for req_id, ids in update.tokens:
             if req_id not in ended:
-                counts[req_id] = counts.get(req_id, 0) + len(ids)
+                given.setdefault(req_id, []).extend(ids)
         for req_id, reason in update.finished:
             if reason in ("stop", "length"):
-                ended[req_id] = counts.get(req_id, 0)
+                ended[req_id] = tuple(given.get(req_id, ()))
     return ended
+
+
+def _simulated_prompts(adds: Iterable[Add], answers: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the prompts by vLLM's request id, with simulated answers in the place of recorded ones."""
+    found: dict[str, tuple[int, ...]] = {}
+    said: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    for add in adds:
+        most, simulated = 0, add.prompt
+        for asked, recorded, repeated in said:
+            if add.prompt[: asked + 1] == recorded[: asked + 1]:  # with its answer's first token
+                pairs = zip(add.prompt, recorded, strict=False)
+                same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                if same > most:
+                    most, simulated = same, repeated[:same] + add.prompt[same:]
+        found[add.req_id] = simulated
+        if answer := answers.get(add.req_id):
+            said.append((len(add.prompt), add.prompt + answer, (*simulated, *simulated_ids(len(answer), ended=False))))
+    return found

@@ -26,6 +26,7 @@ from vllm_ext.report.claim import Claim
 from vllm_ext.report.results import Result, Workload, machine, versions
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.fitted import Fitted, fit_steps
+from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.measure.latency import RequestTimeline
 from vllm_ext.simulation.recorded import agreement, recording
 from vllm_ext.simulation.recorded.agreement import Batch, Observed, compare
@@ -130,11 +131,12 @@ def fit(runs: Sequence[Run], until: Sequence[float] | None = None) -> Fit:
     return Fit(cost=fit_steps(shapes, seconds, source), offsets=offsets(runs, wanted))
 
 
-def validate(run: Run, fitted: Fit | None = None) -> Validation:
+def validate(run: Run, fitted: Fit | None = None, hardware: HardwareSpec | None = None) -> Validation:
     """Predict a run and compare.
 
     Args:
         fitted: What `fit` made of other runs; None: fit the first half of this one and judge the second.
+        hardware: As for `predict`.
 
     Raises:
         RecordingError: the run has gaps, or holds what can't be simulated or judged.
@@ -147,7 +149,7 @@ def validate(run: Run, fitted: Fit | None = None) -> Validation:
     judged = [request.req_id for request in run.requests if request.arrival_s >= from_s]
     if not judged:
         raise RecordingError(f"{run.source}: the run of line {run.line} has no measured request to judge")
-    measured, predicted = observe(run, judged), predict(run, fitted, judged)
+    measured, predicted = observe(run, judged), predict(run, fitted, judged, hardware)
     baseline = agreement.aggregates(measured.timelines)
     expected = agreement.aggregates(predicted.timelines)
     return Validation(
@@ -184,19 +186,30 @@ def observe(run: Run, req_ids: Sequence[str] | None = None) -> Observed:
     return Observed(timelines=timelines, batches=batches)
 
 
-def predict(run: Run, fitted: Fit, req_ids: Sequence[str]) -> Observed:
+def predict(run: Run, fitted: Fit, req_ids: Sequence[str], hardware: HardwareSpec | None = None) -> Observed:
     """Simulate a run's arrivals with its scheduler and settings.
 
+    Args:
+        hardware: Of the engine: how many bytes its KV has and how fast they are copied, which only a KV tier asks for.
+
     Raises:
-        RecordingError: the run has gaps, or holds what can't be simulated.
+        RecordingError: the run has gaps, or holds what can't be simulated; it has a KV tier, and there is no hardware.
         ValueError: the settings can't be.
     """
     from vllm_ext.simulation.run import simulate  # imports vLLM
 
+    if hardware is None and run.header.settings.connector is not None:
+        raise RecordingError(
+            f"{run.source}: the run of line {run.line} has a KV tier; say by --model and --device what its copies move"
+        )
     workload = RecordedWorkload(run, fitted.offsets)
     engine = engine_spec(run.header.settings)
     record = RecordSpec(token_times=True, events=_ALL_EVENTS, decisions=True)
-    data = simulate(SimulationSpec(engine=engine, record=record), workload=workload, cost=fitted.cost)
+    data = simulate(
+        SimulationSpec(engine=engine, record=record, hardware=hardware or HardwareSpec()),
+        workload=workload,
+        cost=fitted.cost,
+    )
     start = run.header.client_start_s - workload.start_s
     rows = dict(zip(data.requests.column("req_id").tolist(), data.requests.token_times, strict=True))
     arrivals = {request.req_id: request.arrival_s for request in run.requests}
@@ -219,15 +232,22 @@ def predict(run: Run, fitted: Fit, req_ids: Sequence[str]) -> Observed:
 def floors(runs: Sequence[Run]) -> _ByLoad:
     """Return how far repeats of the same requests differ on the real engine: medians over pairs.
 
-    Empty where no two runs of a system and load serve the same requests at the same times.
+    Empty where no two runs of a system and load serve the same requests. Their moments may differ: who goes on with a
+    conversation asks when the answer before is there.
     """
 
     def asked(run: Run) -> Any:
-        requests = [(r.req_id, r.source_id, r.arrival_s, r.output_tokens) for r in run.requests]
+        requests = {(r.req_id, r.source_id, r.prompt_tokens, r.output_tokens) for r in run.requests}
         return run.header.system, run.header.load, requests
 
     pairs = [(one, other) for one, other in combinations(runs, 2) if asked(one) == asked(other)]
-    return _medians((one, compare(observe(one), observe(other))) for one, other in pairs)
+    return _medians((one, compare(observe(one), _ordered(observe(other), one))) for one, other in pairs)
+
+
+def _ordered(observed: Observed, run: Run) -> Observed:
+    """Return it with its requests as a run has them."""
+    at = {request.req_id: index for index, request in enumerate(run.requests)}
+    return observed._replace(timelines=tuple(sorted(observed.timelines, key=lambda one: at[one.req_id])))
 
 
 def _medians(found: Iterable[tuple[Run, Mapping[str, float]]]) -> _ByLoad:
@@ -248,13 +268,17 @@ def engine_spec(settings: EngineSettings) -> EngineSpec:
     return EngineSpec(options=options, **same)
 
 
-def make_report(runs: Sequence[Run], fit_on: Sequence[Run] | None = None, *, replays: bool = True) -> Report:
+def make_report(
+    runs: Sequence[Run], fit_on: Sequence[Run] | None = None, *, replays: bool = True,
+    hardware: HardwareSpec | None = None,
+) -> Report:  # fmt: skip
     """Validate every run.
 
     Args:
         fit_on: Runs of another recording to fit on, those of the same system where there are any; None: see `validate`.
         replays: Also repeat every run exactly and compare all decisions, but those with a KV connector, whose copies
             end when the machine has done them.
+        hardware: As for `predict`.
 
     Raises:
         RecordingError, ValueError: a run can't be replayed, simulated or judged, or the fit has too little to go by.
@@ -265,7 +289,7 @@ def make_report(runs: Sequence[Run], fit_on: Sequence[Run] | None = None, *, rep
     if fit_on is not None:
         for system in dict.fromkeys(run.header.system for run in runs):
             fits[system] = fit([run for run in fit_on if run.header.system == system] or fit_on)
-    validations = [validate(run, fits.get(run.header.system)) for run in runs]
+    validations = [validate(run, fits.get(run.header.system), hardware) for run in runs]
     repeated = [replay(run) if replays and run.header.settings.connector is None else None for run in runs]
     equal = [{} if one is None else {EQUAL_STEPS: one.steps / max(1, one.total_steps)} for one in repeated]
     return Report(
