@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm_ext.report.provenance import RESULTS, measured_at
 
-_WHERE_TO, _LOCAL = ("--out", "--keep"), ("--dataset", "--conversations")
-"""Options that say where a benchmark writes, and those that name a file of the machine that measured."""
+_WHERE_TO, _LOCAL = ("--out", "--keep", "--from"), ("--dataset", "--conversations")
+"""Options that say where a benchmark writes, or wrote before, and those that name a file of the measuring machine."""
 
 
 class Unshown(ValueError):

@@ -20,6 +20,9 @@ _ABLATION = {"gaps, leading": "gaps, leading ends first", "no gaps, retention": 
              "no gaps, tail": "no gaps, tails", "no gaps, lru": "no gaps, LRU"}  # fmt: skip
 _COMPARED = ("objectives", "memory", "conversations", "swapping")
 """Of `benchmarks/engine/comparisons.py`."""
+_VALIDATED = {"independent requests": "", "too few KV blocks": "_memory", "conversations, prefix cache": "_turns",
+              "conversations, KV tier": "_tier"}  # fmt: skip
+"""What `benchmarks/engine/simulator_validation.py` looks at, and the end of its result's name."""
 _PUBLIC = ("vllm#17885", "vllm#52906", "inference-sim#339")
 """Measurements of others."""
 
@@ -159,6 +162,26 @@ def engine_clock(root: Path) -> str:
             rows.append(cells)
     header = ["load", "", "mean e2e, s: engine", "simulator", "P99 e2e, s: engine", "simulator",
               "mean, vLLM's over", "P99, vLLM's over"]  # fmt: skip
+    return Table(header, rows).markdown()
+
+
+def validation(root: Path) -> str:
+    """Errors of predicted latencies of the real engine, beside those of a second run of the engine."""
+    rows = []
+    for setting, ending in _VALIDATED.items():
+        result = Result(root, f"simulator_validation{ending}.json")
+        again = result.data["baselines"]["another run of the real engine"]
+        for at in (name.removesuffix(".e2e_error_median") for name in again if name.endswith(".e2e_error_median")):
+            system, load = at.rsplit(".load_", 1)
+            found = [*(one[f"{at}.{name}_error_median"] for name in ("e2e", "ttft") for one in (result.metrics, again)),
+                     result.metrics[f"{at}.e2e_mean_error"]]  # fmt: skip
+            equal = result.metrics.get(f"{at}.replayed_equal_steps_fraction")
+            shown = [f"{100 * value:.1f} %" for value in found]
+            rows.append(
+                [setting, f"`{system}`", load, *shown, "not replayed" if equal is None else f"{100 * equal:.0f} %"]
+            )
+    header = ["", "system", "load", "e2e: error", "engine again", "TTFT: error", "engine again", "mean e2e",
+              "decisions replayed"]  # fmt: skip
     return Table(header, rows).markdown()
 
 
@@ -345,6 +368,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "tuning-modern": partial(kept, name="tuning.json", title="8B and 70B on H100"),
     "tuning-lengths": partial(kept, name="tuning.json", title="lengths"),
     "engine-clock": engine_clock,
+    "validation": validation,
     "clock-agreement": partial(kept, name="clock_agreement.json"),
     "plan-held-out": partial(kept, name="plan_held_out.json"),
     "shadow": partial(kept, name="shadow.json"),
