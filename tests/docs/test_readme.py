@@ -249,7 +249,10 @@ def test_goals_that_were_missed_are_always_shown(checkout: Path) -> None:
     few = readme_results.measured_block(checkout, "compare_memory.json", page)
     many = readme_results.measured_block(checkout, "step_overhead.json", page)
     assert (few.count("| met |"), few.count("**missed**")) == (1, 1)
-    assert (many.count("| met |"), many.count("**missed**")) == (0, 11)
+    claims = json.loads((checkout / "benchmarks" / "results" / "step_overhead.json").read_text())["claims"]
+    missed = sum(not claim["met"] for claim in claims)
+    assert 0 < missed < len(claims)
+    assert (many.count("| met |"), many.count("**missed**")) == (0, missed)
 
 
 def test_check_writes_nothing_and_fails_on_a_stale_page(
