@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.command import Parser, guarded
 from vllm_ext.report import common_flags, plots, results
-from vllm_ext.simulation.cost.spec import HardwareSpec
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.recorded.validation import Report
-
-_HARDWARE = "hardware."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,13 +23,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
+    from vllm_ext.simulation.cost.spec import HardwareSpec
     from vllm_ext.simulation.recorded import validation as reports
     from vllm_ext.simulation.spec import parse
 
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it describes every configuration it builds
     runs = reports.load(args.recording, args.system)
     fit_on = reports.load(args.fit_on) if args.fit_on is not None else None
-    given = spec_flags.given(args, _HARDWARE)
+    given = {name: value for name in ("model", "device") if (value := getattr(args, name)) is not None}
     hardware = parse(HardwareSpec, given) if given else None
     report = reports.make_report(runs, fit_on, replays=not args.no_replay, hardware=hardware)
     command = spec_flags.command_line(args.command_line)
@@ -63,7 +61,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--save-cost", type=Path, metavar="FILE", help="keep the fitted cost model (of the first run) for simulations"
     )
-    spec_flags.add_flags(parser, HardwareSpec, _HARDWARE, "hardware, of runs with a KV tier")
+    tier = parser.add_argument_group("of runs with a KV tier, whose copies depend on it; values as for `simulate`")
+    tier.add_argument("--model", metavar="NAME|PATH|ID", help="what the engine served")
+    tier.add_argument("--device", metavar="NAME|NUMBERS", help="what it ran on")
     common_flags.add(parser, "out", plot="draw predicted and measured latencies (.png, .svg)")
     return parser
 

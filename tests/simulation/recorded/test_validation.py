@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -235,3 +236,15 @@ def test_a_turn_repeats_what_the_simulation_answers(recordings: dict[str, Path])
     assert asked[run.client_id(first.req_id)] == first.prompt
     assert asked[run.client_id(second.req_id)] == expected
     assert asked[run.client_id(third.req_id)] == (*expected, *filler[:1] * 3)
+
+
+def test_command_asks_for_the_hardware_of_a_run_with_a_tier(
+    recordings: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = gzip.decompress(recordings["alise-run"].read_bytes()).replace(b'"connector":null', b'"connector":"Tiered"')
+    (path := tmp_path / "run.jsonl").write_bytes(told)
+    command = ["validate", str(path), "--fit-on", str(recordings["alise-fit"])]
+    assert main(command) == 2
+    assert "has a KV tier; say by --model and --device what its copies move" in capsys.readouterr().err
+    assert main([*command, "--model", "opt-13b", "--device", "cpu"]) == 0
+    assert "replayed_equal_steps_fraction" not in capsys.readouterr().out
