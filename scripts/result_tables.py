@@ -317,6 +317,21 @@ def attention(root: Path) -> str:
     return Table(["query tokens", *(f"{shown}: {name}" for shown in results for name in columns)], rows).markdown()
 
 
+def tested(root: Path) -> str:
+    """How many tests passed with which versions, by area: passed, and in brackets failed and skipped if any were."""
+    results = [Result(root, f"tested/{path.name}") for path in sorted((root / RESULTS / "tested").glob("*.json"))]
+    areas = sorted({area for one in results for area in one.setting("areas")})
+
+    def cell(one: Result, area: str) -> str:
+        counts = [int(one.metrics.get(f"{area}.{outcome}_tests", 0)) for outcome in ("passed", "failed", "skipped")]
+        others = [f"{count} {name}" for count, name in zip(counts[1:], ("failed", "skipped"), strict=True) if count]
+        return f"{counts[0]:,}" + (f" ({', '.join(others)})" if others else "")
+
+    header = ["vLLM {}, Python {}, {}".format(*map(one.setting, ("vllm", "python", "device"))) for one in results]
+    rows = [[area, *(cell(one, area) for one in results)] for area in areas]
+    return Table(["", *header], [*rows, ["at", *(one.measured_at for one in results)]]).markdown()
+
+
 def routing(root: Path, shown: Callable[[list[Any], float], str], name: str = "routing.json") -> str:
     """A row for each router and a column for each load of `benchmarks/cluster/routing.py`.
 
@@ -361,6 +376,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "routing-capacity": partial(routing, shown=_capacity),
     "routing-latency": partial(routing, shown=_latency),
     "step-cost": step_cost,
+    "tested": tested,
     "papers": papers,
     "papers-count": papers_count,
     "papers-left-out": papers_left_out,
