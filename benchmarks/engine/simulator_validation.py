@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
             _record_all(args, rest, recording, fit_on)
         print("replaying and predicting", file=sys.stderr, flush=True)
         logging.getLogger("vllm").setLevel(logging.ERROR)
-        report, result, tables = _judge(args, argv, recording, fit_on)
+        report, result, tables = _judge(args, argv, recording, fit_on, _hardware(Path(folder)))
     results.emit(result, tables, args.out)
     if report.divergences():
         raise SystemExit("simulator_validation: a replay decided otherwise:\n" + "\n".join(report.divergences()))
@@ -120,11 +120,10 @@ def _record(
 
 
 def _judge(
-    args: argparse.Namespace, argv: Sequence[str], recording: Path, fit_on: Path | None
+    args: argparse.Namespace, argv: Sequence[str], recording: Path, fit_on: Path | None, hardware: HardwareSpec
 ) -> tuple[reports.Report, results.Result, list[Table]]:
     """Both reports; the one with the fit of another recording is the result, the other a baseline of it."""
     runs = reports.load(recording)
-    hardware = _hardware(recording.with_name("model"))
     own = reports.make_report(runs, replays=fit_on is None, hardware=hardware)
     main = own if fit_on is None else reports.make_report(runs, reports.load(fit_on), hardware=hardware)
 
@@ -148,7 +147,6 @@ def _judge(
 def _hardware(folder: Path) -> HardwareSpec:
     """Return what copies of KV move here, and how fast; the folder gets the larger model's configuration."""
     config = json.loads((tiny_model.build() / "config.json").read_text())
-    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | json.loads(MODEL)))
     return HardwareSpec(model=str(folder), device="cpu", kv_dtype_bytes=4)
 

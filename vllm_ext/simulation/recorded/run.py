@@ -242,7 +242,8 @@ def _simulated_prompts(adds: Iterable[Add], answers: Mapping[str, tuple[int, ...
     for add in adds:
         most, simulated = 0, add.prompt
         for asked, recorded, repeated in said:
-            if add.prompt[: asked + 1] == recorded[: asked + 1]:  # with its answer's first token
+            answered = add.prompt[asked : asked + 1] == recorded[asked : asked + 1]  # of most pairs this is enough
+            if answered and add.prompt[:asked] == recorded[:asked]:
                 pairs = zip(add.prompt, recorded, strict=False)
                 same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 if same > most:

@@ -171,13 +171,12 @@ def validate(run: Run, fitted: Fit | None = None, hardware: HardwareSpec | None 
 
 
 def observe(run: Run, req_ids: Sequence[str] | None = None) -> Observed:
-    """Return what a recording says of these measured requests, or of all, and of all steps."""
+    """Return what a recording says of these measured requests, in this order, or of all, and of all steps."""
     start = run.header.client_start_s
-    wanted = None if req_ids is None else set(req_ids)
+    found = {r.req_id: r for r in run.requests}
     timelines = tuple(
         RequestTimeline(req_id=r.req_id, arrival_s=r.arrival_s, token_times_s=r.token_times_s)
-        for r in run.requests
-        if wanted is None or r.req_id in wanted
+        for r in (found[req_id] for req_id in (found if req_ids is None else req_ids))
     )
     batches = tuple(
         Batch(step.start_s - start, step.end_s - start, frozenset(map(run.client_id, step.req_ids)))
@@ -241,13 +240,10 @@ def floors(runs: Sequence[Run]) -> _ByLoad:
         return run.header.system, run.header.load, requests
 
     pairs = [(one, other) for one, other in combinations(runs, 2) if asked(one) == asked(other)]
-    return _medians((one, compare(observe(one), _ordered(observe(other), one))) for one, other in pairs)
-
-
-def _ordered(observed: Observed, run: Run) -> Observed:
-    """Return it with its requests as a run has them."""
-    at = {request.req_id: index for index, request in enumerate(run.requests)}
-    return observed._replace(timelines=tuple(sorted(observed.timelines, key=lambda one: at[one.req_id])))
+    return _medians(
+        (one, compare(observe(one), observe(other, [request.req_id for request in one.requests])))
+        for one, other in pairs
+    )
 
 
 def _medians(found: Iterable[tuple[Run, Mapping[str, float]]]) -> _ByLoad:
