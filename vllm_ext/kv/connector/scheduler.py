@@ -310,8 +310,8 @@ class TierScheduler(OffloadingConnectorScheduler):
             end = first + num_external_tokens // size
             (state,) = status.group_states
             state.next_stored_chunk_idx = end
-            keys = state.offload_keys
-            status.load_key_ranges[:] = [(n * size, (n + 1) * size, keys[n]) for n in range(first, end)]
+            if (ranges := getattr(status, "load_key_ranges", None)) is not None:  # from vLLM 0.32 on
+                ranges[:] = [(n * size, (n + 1) * size, state.offload_keys[n]) for n in range(first, end)]
             self._load_in_step(request, blocks, first, end)
         else:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
