@@ -30,7 +30,7 @@ HOOKS = (
         remove_when="the CPU's platform honours --attention-backend",
         leave_out="attention.kernel",
         optional=True,
-        only=("0.32.0",),
+        only=("0.31.0", "0.32.0"),
         replacement=_get_attn_backend_cls,
     ),
 )

@@ -23,11 +23,10 @@ _ENDED_BY_ITSELF = "dummy_shutdown"
 
 
 async def _serve_http(original: Callable[..., Any], app: Any, *args: Any, **kwargs: Any) -> Awaitable[None]:
+    engine = app.state.engine_client  # the end of the application takes its state away
     rest = await original(app, *args, **kwargs)
-    engine = app.state.engine_client
-    if rest.__name__ == _ENDED_BY_ITSELF and engine is not None and engine.errored:
-        return _fail_after(rest)
-    return rest  # type: ignore[no-any-return]
+    died = rest.__name__ == _ENDED_BY_ITSELF and engine is not None and engine.errored
+    return _fail_after(rest) if died else rest
 
 
 async def _fail_after(rest: Awaitable[None]) -> None:
@@ -42,7 +41,6 @@ HOOKS = (
         why="a server whose engine died ends as if it had been told to, and no plugin has a say in its exit status",
         breaks_without="vllm serve exits with 0 after its engine died, which supervisors take for an orderly end",
         remove_when="vllm serve exits with another status than 0 after its engine died",
-        only=("0.32.0",),
         replacement=_serve_http,
         also_rebind=("vllm.entrypoints.launchers.api_server.entry:serve_http",),
         optional=True,

@@ -27,9 +27,10 @@ from forks import ForkServer
 from servers import HANG_S, MODEL, Served, wait_until
 
 from tests.support.extent import quick
+from tests.support.upstream import needs
 from vllm_ext.demo.server import group_members
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
+pytestmark = [pytest.mark.e2e, needs("kv-disk"), pytest.mark.timeout(3 * HANG_S)]
 
 GIB = 0.5 / 1024
 """Of the host tier: a few chunks, so that the disk is written to."""
@@ -204,6 +205,7 @@ def test_3_when_the_engine_is_killed_every_client_is_told_and_the_server_fails(s
     outcomes = asyncio.run(scene())
     assert [outcome for outcome in outcomes if not isinstance(outcome, openai.APIError)] == []
     assert process.wait(timeout=HANG_S) == 1
+    assert "AttributeError" not in server.log_path.read_text()
     server.stop()
     assert group_members(group) == []
 

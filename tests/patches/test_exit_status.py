@@ -29,6 +29,7 @@ def ended(rest: Any, engine: Any) -> int:
 
     async def serve_http(app: Any, *, sock: Any) -> Any:
         assert sock == "socket"
+        del app.state  # as vLLM does when the application ends
         return rest()
 
     async def server() -> None:
