@@ -41,7 +41,7 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
 def _with_scheduler(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not arguments.is_chosen(self.scheduler_cls, self.additional_config):
         return original(self, *args, **kwargs)
-    registry.verify("base", "scheduler", "engine-core")
+    registry.verify(*arguments.NEEDED)
     usage = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("usage_context")
     config, scheduler_cls = arguments.validate(self.scheduler_cls, self.additional_config or {})
     arguments.refuse_oracle(config, usage)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 
 import pytest
 
 from vllm_ext.hooks import registry
+from vllm_ext.patches import scheduler_reliances
 
 SYSTEM = ["--scheduler-cls", "alise"]
 
@@ -114,6 +116,25 @@ def test_bad_option_is_one_line_and_exit_status_2(
     assert line.startswith("vllm serve: ")
     assert [part for part in said if part not in line] == []
     assert len(line) < 700
+
+
+@pytest.mark.parametrize("num_changed", [1, 3])
+def test_a_vllm_that_was_not_verified_is_one_line(
+    parser: argparse.ArgumentParser,
+    num_changed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hooks = scheduler_reliances.HOOKS
+    changed = tuple(dataclasses.replace(hook, verified={"0.0.1": "0" * 16}) for hook in hooks[:num_changed])
+    monkeypatch.setattr(scheduler_reliances, "HOOKS", (*changed, *hooks[num_changed:]))
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(SYSTEM)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vllm serve: {hooks[0].target} is not the verified one")
+    assert "install a verified version of vLLM (0.0.1), or leave out --scheduler-cls" in line
+    assert line.endswith("(2 more: `vllm-ext doctor`)") == (num_changed > 1)
 
 
 def test_good_options_pass(parser: argparse.ArgumentParser) -> None:

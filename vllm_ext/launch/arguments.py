@@ -9,12 +9,15 @@ from typing import Any
 from vllm_ext import config as ext_config
 from vllm_ext import envs
 from vllm_ext.config import KEY, ConfigError, ExtConfig, flags, merge_flags
+from vllm_ext.hooks import errors, registry
 from vllm_ext.launch import tuned
 from vllm_ext.launch.host_memory import tier_connector, with_host_memory
 
 SCHEDULER = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 SERVERS = ("OPENAI_API_SERVER", "API_SERVER")
 """Usage contexts in which requests come from clients."""
+NEEDED = ("base", "scheduler", "engine-core")
+"""Groups of hooks that whatever is chosen needs."""
 _ALIKE = 0.85
 
 
@@ -41,6 +44,7 @@ def refused_arguments(args: Any, *, serves: bool) -> str | None:
             if not is_chosen(scheduler_cls, additional):
                 return None
         config, _ = validate(scheduler_cls, additional)
+        registry.verify(*NEEDED)
         if serves:
             refuse_oracle(config, SERVERS[0])
         config = with_host_memory(config, typed.get("kv_transfer_config"))
@@ -50,8 +54,9 @@ def refused_arguments(args: Any, *, serves: bool) -> str | None:
             envs.admin_key()
     except ConfigError as error:
         return flags.in_flags(error, typed)
-    except ValueError as error:  # of an environment variable
-        return str(error)
+    except (errors.HookError, ValueError) as error:  # of this vLLM, or of an environment variable
+        first, *others = str(error).splitlines()
+        return f"{first} ({len(others)} more: `vllm-ext doctor`)" if others else first
     return None
 
 
