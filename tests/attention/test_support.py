@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,11 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_ext.attention import slot, support
+from vllm_ext.config import parse
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kernels import native
+from vllm_ext.launch import features
+from vllm_ext.patches import attention_slot
 
 
 def engine(**changes: Any) -> Any:
@@ -91,6 +95,21 @@ def test_auto_leaves_to_vllm_what_it_cannot_serve_and_says_why(caplog: pytest.Lo
     logger.removeHandler(caplog.handler)
     assert config.attention_config.backend is None
     assert "vLLM's kernel serves all steps: the model has no keys and values (MLA)" in caplog.text
+
+
+def test_auto_leaves_to_vllm_what_was_not_verified(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = [dataclasses.replace(hook, verified={"0.0.1": "0" * 16}) for hook in attention_slot.HOOKS]
+    monkeypatch.setattr(attention_slot, "HOOKS", changed)
+    monkeypatch.setattr(support, "logger", logging.getLogger("told"))
+    config = engine()
+    chosen = features.choose_attention_kernel(parse({"attention": {"kernel": "auto"}}), config)
+    assert chosen.attention.kernel == "stock"
+    assert config.attention_config.backend is None
+    assert "vLLM's kernel serves all steps: vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls is not" in caplog.text
+    with pytest.raises(ConfigError, match=r"kernel='own': must be stock or auto: .*get_attn_backend_cls is not"):
+        features.choose_attention_kernel(parse({"attention": {"kernel": "own"}}), config)
 
 
 class Flash:

@@ -96,12 +96,13 @@ def stock_obstacle(vllm_config: VllmConfig) -> str | None:
     return f"vLLM's {backend.get_name()}, which ours is built on, can't serve it: {', '.join(reasons)} ({facts})"
 
 
-def let_own_kernel_serve(vllm_config: VllmConfig, kernel: str) -> str:
+def let_own_kernel_serve(vllm_config: VllmConfig, kernel: str, unverified: str | None = None) -> str:
     """Choose our attention backend for an engine, if it can serve it.
 
     Args:
         vllm_config: Of an engine that is about to start; changed.
         kernel: ``own`` or ``auto``.
+        unverified: How this vLLM differs from those that it was verified with, if it does.
 
     Returns:
         What its workers are to be told: ``stock`` where ``auto`` leaves everything to vLLM's kernel. It does so on
@@ -116,7 +117,7 @@ def let_own_kernel_serve(vllm_config: VllmConfig, kernel: str) -> str:
     if kernel == AUTO and not current_platform.is_cpu():
         logger.info("attention: vLLM's kernel serves all steps (%s=%s on CUDA)", FIELD, AUTO)
         return STOCK
-    reason = obstacle(vllm_config)
+    reason = unverified or obstacle(vllm_config)
     if reason is None:
         vllm_config.attention_config.backend = AttentionBackendEnum[slot.NAME]
         return kernel

@@ -40,15 +40,13 @@ def choose_attention_kernel(config: ExtConfig, vllm_config: Any) -> ExtConfig:
 
     Raises:
         ConfigError: Our kernel was asked for, and can't serve it.
-        UpstreamMissing, UpstreamChanged: This vLLM is not one for which it was verified.
     """
     from vllm.platforms import current_platform
 
     from vllm_ext.attention.support import let_own_kernel_serve
 
-    if current_platform.is_cpu():
-        registry.verify("attention-slot")
-    kernel = let_own_kernel_serve(vllm_config, config.attention.kernel)
+    unverified = _not_verified(("attention-slot",)) if current_platform.is_cpu() else None
+    kernel = let_own_kernel_serve(vllm_config, config.attention.kernel, unverified)
     return config.changed(attention=config.attention.changed(kernel=kernel))
 
 
