@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from tests.support.upstream import WITH_RAY
 from vllm_ext import envs
 from vllm_ext.cli.cluster import text_of
 from vllm_ext.cli.main import main
@@ -185,6 +187,7 @@ def test_a_wrong_command_is_a_line(command: list[str], said: str, capsys: pytest
     assert said in line
 
 
+@WITH_RAY
 def test_ray_reads_it_and_has_what_ours_override(model: str, tmp_path: Path) -> None:
     pytest.importorskip("ray.serve", reason="the extra ray is not installed")
     from ray.serve.llm import LLMConfig
@@ -210,12 +213,21 @@ def test_another_ray_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> No
         verify()
 
 
+def test_a_ray_that_cannot_run_this_vllm_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = pytest.importorskip("ray.serve.llm", reason="the extra ray is not installed")
+    missing = "vllm.entrypoints.no_such_module"
+    monkeypatch.setattr(llm.LLMServer, "_get_default_engine_class", lambda _: importlib.import_module(missing))
+    with pytest.raises(RayUnsupported, match=rf"Ray .* can't run vLLM .* \(No module named '{missing}'\)"):
+        verify()
+
+
 def test_without_ray_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray.serve.llm", None)
     with pytest.raises(RayUnsupported, match=r"pip install 'vllm-ext\[ray\]'"):
         verify()
 
 
+@WITH_RAY
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:65536"])
 def test_a_cluster_that_is_not_there_is_one_line(address: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray.serve", reason="the extra ray is not installed")

@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.upstream import WITH_RAY
 from vllm_ext.cluster.config import ENVIRONMENT
 
 pytest.importorskip("ray.serve", reason="the extra ray is not installed")
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, WITH_RAY]
 FOLDER = "VLLM_EXT_TEST_FAULTS"
 """As in `tests.support.canned_engine`, which is not imported here: it reads Ray's environment."""
 

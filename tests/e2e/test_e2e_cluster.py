@@ -21,8 +21,10 @@ import psutil
 import pytest
 from servers import HANG_S, MODEL, SMALL_ENGINE, wait_until
 
+from tests.support.upstream import WITH_RAY
+
 pytest.importorskip("ray.serve", reason="the extra ray is not installed")
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(6 * HANG_S)]
+pytestmark = [pytest.mark.e2e, WITH_RAY, pytest.mark.full, pytest.mark.timeout(6 * HANG_S)]
 _PORTS = range(30000, 30016)
 """Of replicas, as Ray gives them."""
 

@@ -221,7 +221,11 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
 def _engine_kwargs(typed: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, Any]:
     from pydantic_core import to_jsonable_python
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import FrontendArgs
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import FrontendArgs
+    except ModuleNotFoundError:  # from vLLM 0.33 on
+        from vllm.entrypoints.common.cli_args import FrontendArgs
 
     engine_args = AsyncEngineArgs.from_cli_args(typed)  # with our flags in additional_config
     engine, frontend = ({one.name for one in dataclasses.fields(kind)} for kind in (AsyncEngineArgs, FrontendArgs))

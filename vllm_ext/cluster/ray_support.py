@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from typing import Any
 
+from vllm_ext.hooks.errors import installed_vllm
 from vllm_ext.hooks.fingerprint import fingerprint
 
 INSTALL = "pip install 'vllm-ext[ray]'"
@@ -50,3 +51,9 @@ def verify() -> None:
             changed.append(name)
     if changed:
         raise RayUnsupported(f"Ray {found} is not one that was verified (changed: {', '.join(changed)}): {INSTALL}")
+    server = modules[_LLM].LLMServer
+    try:
+        getattr(server, "_get_default_engine_class", id)(server)  # which is imported when a replica starts, else
+    except ImportError as error:
+        wanted = f"Ray {found} can't run vLLM {installed_vllm()} ({error})"
+        raise RayUnsupported(f"{wanted}: install a vLLM and a Ray that go together, such as 0.32 and 2.60") from error
