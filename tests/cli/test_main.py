@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.extent import HANG_S
+from vllm_ext.cli import command
 from vllm_ext.cli.main import COMMANDS, main, module_of
 
 
@@ -66,3 +68,18 @@ def test_missing_or_unknown_command_is_refused(arguments: list[str], capsys: pyt
         main(arguments)
     assert stopped.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("json.gone", "the json that is installed has no json.gone: install another version"),
+        ("no_such_package", "needs no_such_package, which is not installed: "),
+        ("no_such_package.part", "needs no_such_package, which is not installed: "),
+    ],
+)
+def test_what_is_not_installed_is_told_from_what_another_version_has(module: str, said: str) -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module(module)
+    missing = ModuleNotFoundError(str(caught.value), name=module)
+    assert command.told(missing).startswith(said)

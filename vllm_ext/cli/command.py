@@ -112,4 +112,6 @@ def told(error: ModuleNotFoundError) -> str:
         if room not in LAB or importlib.util.find_spec(f"{missing}.{room}") is not None:
             raise error
         return f"needs {missing}.{room}, which is not installed: pip install 'vllm-ext[lab]'"
+    if inner and importlib.util.find_spec(missing) is not None:
+        return f"the {missing} that is installed has no {error.name}: install another version"
     return f"needs {missing}, which is not installed: {INSTALL}"
