@@ -97,7 +97,7 @@ def resolve(name: str) -> System:
             if axis in chosen and chosen[axis][1] != setting:
                 both = _joined(chosen[axis][1], setting)
                 if both is None:
-                    allowed = f"systems that differ in their axes; {chosen[axis][0]} and {row.name} both set {axis}"
+                    allowed = f"systems that set different policies; {chosen[axis][0]} and {row.name} both set {axis}"
                     raise ConfigError("system", name, allowed)
                 setting = both
             chosen[axis] = (row.name, setting)
