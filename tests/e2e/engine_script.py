@@ -112,7 +112,8 @@ def nap(engine: Any, level: int) -> None:
     for _ in range(3):
         if engine.step():
             raise RuntimeError("the engine answered in its sleep")
-    if not engine.wake_up():
+    engine.wake_up()
+    if engine.is_sleeping():
         raise RuntimeError("the engine did not wake up")
 
 

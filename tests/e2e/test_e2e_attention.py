@@ -15,7 +15,9 @@ from engines import BASE_ENGINE, SEATS, TIGHT, Engines, Outcome, conversations, 
 from test_e2e_equality import FEW, NGRAM, repetitive
 from test_e2e_gaps import NO_CACHE, RUNS, talks
 
-pytestmark = pytest.mark.e2e
+from tests.support.upstream import needs
+
+pytestmark = [pytest.mark.e2e, needs("attention-slot")]
 
 Arrivals = list[dict[str, Any]]
 

@@ -9,9 +9,10 @@ from engines import Engines
 from test_e2e_attention import spec, steered
 from test_e2e_equality import FEW
 
+from tests.support.upstream import needs
 from vllm_ext.kernels import native
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, needs("attention-slot")]
 FAILING = """#!/bin/sh
 [ "$1" = --version ] && echo "g++ 5.4.0" && exit 0
 echo "error: too old" >&2

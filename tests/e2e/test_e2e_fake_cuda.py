@@ -20,8 +20,12 @@ from engines import BASE_ENGINE, Outcome, arrival
 from forks import ENVIRONMENT
 
 from tests.support.extent import FULL, HANG_S, quick, with_full
+from tests.support.upstream import INSTALLED
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(INSTALLED == "0.31.0", reason="its GPU worker starts otherwise than ours for these tests"),
+]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fake_cuda_engines.py"
 REFERENCE = "stock v2"

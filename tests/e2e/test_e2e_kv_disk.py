@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from engines import BASE_ENGINE, EAGER, Engines, Outcome, arrival, conversations
 
-pytestmark = pytest.mark.e2e
+from tests.support.upstream import needs
+
+pytestmark = [pytest.mark.e2e, needs("kv-disk")]
 
 MIB = 1 / 1024
 """In GiB."""

@@ -10,8 +10,9 @@ import pytest
 from engines import BASE_ENGINE, EAGER, Engines, Outcome, conversations
 
 from tests.support.extent import quick, with_full
+from tests.support.upstream import needs
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, needs("kv-disk")]
 
 MIB = 1 / 1024
 """In GiB."""

@@ -17,8 +17,9 @@ from engines import BASE_ENGINE, Engines, Outcome, arrival, long_then_short
 from test_e2e_gaps import NO_CACHE, talks
 
 from tests.support.extent import quick
+from tests.support.upstream import needs
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, needs("kv-arena", "kv-records", "attention-slot")]
 
 SHARE = 0.4
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "num_gpu_blocks_override": 44}

@@ -11,6 +11,7 @@ from engines import BASE_ENGINE, Engines, Outcome, conversations
 from test_e2e_gaps import NO_CACHE, RUNS, talks
 
 from tests.support.extent import FULL, quick
+from tests.support.upstream import lacking, needs
 
 pytestmark = pytest.mark.e2e
 
@@ -35,13 +36,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, run_engines: Engines, llama: 
     wanted = [
         spec("alone", llama, TURNS, max_model_len=448, enable_prefix_caching=False),
         spec("in-step", llama, TURNS, **tier(load="in-step")) | ({"spawn": True} if FULL else {}),
-        spec("disk", llama, TURNS, **tier(**disk)),
+        *([] if lacking("kv-disk") else [spec("disk", llama, TURNS, **tier(**disk))]),
         spec("eight-bits", llama, TURNS, **tier(bits=8)),
     ]
     return run_engines(wanted)
 
 
-@pytest.mark.parametrize("name", ["in-step", "disk"])
+@pytest.mark.parametrize("name", ["in-step", pytest.param("disk", marks=needs("kv-disk"))])
 def test_4_every_worker_brings_its_share_back(runs: dict[str, Outcome], name: str) -> None:
     found = runs[name]
     assert found.tokens == runs["alone"].tokens

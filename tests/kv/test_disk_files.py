@@ -18,6 +18,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.fs import io
 
+from tests.support.upstream import needs
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.disk import tier as disk_tier
 from vllm_ext.kv.disk.files import DiskFiles, check_writable
@@ -25,6 +26,8 @@ from vllm_ext.kv.disk.identity import MODEL_KEY
 from vllm_ext.kv.disk.tier import counter_name
 
 from .disk_parts import Rig, chunk_files, contents, fill, key, rig, stored
+
+pytestmark = needs("kv-disk")
 
 SIZE = 100
 

@@ -15,6 +15,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 from tests.support.extent import HANG_S
+from tests.support.upstream import needs
 from vllm_ext.config.kv_tier import POLICIES as POLICY_NAMES
 from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kv.conversations.conversation import Turn
@@ -24,6 +25,8 @@ from vllm_ext.kv.disk import tier as disk_tier
 from vllm_ext.kv.disk.tier import Backlog, DamagedChunk, DiskTier, counter_name
 
 from .disk_parts import FILE_BYTES, chunk_files, contents, fill, key, rig, stored
+
+pytestmark = needs("kv-disk")
 
 POLICIES = pytest.mark.parametrize("policy", POLICY_NAMES)
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING

@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu import common
 
+from tests.support.upstream import needs
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.connector.spec import TierSpec
 from vllm_ext.kv.disk.identity import MODEL_KEY
@@ -28,6 +29,8 @@ from vllm_ext.kv.disk.region import SharedRows
 
 from .disk_parts import key, offloading
 from .tier_worker_parts import LAYOUT, random_kv
+
+pytestmark = needs("kv-disk")
 
 NUM_TENSORS, NUM_BLOCKS = 2, 12
 CHUNKS = [key(1), key(2), key(3)]

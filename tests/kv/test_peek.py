@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from tests.support.tier_rig import quiet
 from tests.support.tier_walk import STEPS_PER_ENGINE, walk
+from tests.support.upstream import needs
 from vllm_ext.kv.connector.scheduler import TierScheduler
 from vllm_ext.kv.disk.manager import PATIENCE_S
 from vllm_ext.kv.partial_prefix.search import Kept
@@ -91,6 +92,7 @@ def test_no_chunk_behind_the_first_missing_one_is_looked_for() -> None:
     assert len(asked) == 4
 
 
+@needs("kv-disk")
 def test_what_is_on_disk_only_is_not_brought_back(tmp_path: Path) -> None:
     with rig(tmp_path) as tiers:
         context = tiers.request(*range(4))
@@ -113,6 +115,7 @@ def test_what_is_on_disk_only_is_not_brought_back(tmp_path: Path) -> None:
         assert tiers.manager.peek(key(0)) is LookupResult.HIT
 
 
+@needs("kv-disk")
 def test_a_look_up_behind_gaps_leaves_on_disk_what_it_cannot_wait_for(tmp_path: Path) -> None:
     """It began to bring chunks back, which took room from others, and the plan computed them again all the same."""
     with rig(tmp_path) as tiers:
