@@ -327,9 +327,16 @@ def tested(root: Path) -> str:
         others = [f"{count} {name}" for count, name in zip(counts[1:], ("failed", "skipped"), strict=True) if count]
         return f"{counts[0]:,}" + (f" ({', '.join(others)})" if others else "")
 
-    header = ["vLLM {}, Python {}, {}".format(*map(one.setting, ("vllm", "python", "device"))) for one in results]
-    rows = [[area, *(cell(one, area) for one in results)] for area in areas]
-    return Table(["", *header], [*rows, ["at", *(one.measured_at for one in results)]]).markdown()
+    rows = [
+        [
+            *map(one.setting, ("vllm", "python", "device")),
+            *(cell(one, area) for area in areas),
+            ", ".join(one.setting("without")) or "-",
+            one.measured_at,
+        ]
+        for one in results
+    ]
+    return Table(["vLLM", "Python", "device", *areas, "without", "at"], rows).markdown()
 
 
 def routing(root: Path, shown: Callable[[list[Any], float], str], name: str = "routing.json") -> str:

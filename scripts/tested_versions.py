@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Keep what a run of the tests says of a version of vLLM: how many passed, by area. The table of versions shows it.
+"""Keep what a run of the tests says of a version of vLLM: how many passed, by area, and what can't be had with it.
+
+The table of versions shows it.
 
     make test ARGS="-n 2 --dist=loadfile --junitxml=junit.xml"
     python scripts/tested_versions.py junit.xml
@@ -18,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from vllm_ext.hooks import registry
 from vllm_ext.report.provenance import RESULTS
 from vllm_ext.report.results import Result, Workload, emit, versions
 
@@ -60,7 +63,7 @@ def counted(junit: Path) -> Counter[tuple[str, str]]:
 
 
 def result(junit: Path, device: str) -> Result:
-    """Return the counts as a result."""
+    """Return the counts as a result, with the features whose hooks don't fit the vLLM installed."""
     found = counted(junit)
     areas = sorted({area for area, _ in found})
     metrics = {f"{area}.{outcome}_tests": float(found[area, outcome]) for area in areas for outcome in OUTCOMES}
@@ -68,7 +71,13 @@ def result(junit: Path, device: str) -> Result:
     return Result(
         name="tested_versions",
         command="python scripts/tested_versions.py junit.xml",
-        config={"vllm": vllm, "python": platform.python_version(), "device": device, "areas": areas},
+        config={
+            "vllm": vllm,
+            "python": platform.python_version(),
+            "device": device,
+            "areas": areas,
+            "without": sorted({hook.feature for hook in registry.report() if hook.status != "verified"}),
+        },
         seed=0,
         workload=Workload(
             name="tests", rows=sum(found.values()), sha256=hashlib.sha256(junit.read_bytes()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import tested_versions
+
+from tests.support.upstream import INSTALLED, WITHOUT
+from vllm_ext.patches import output_handler
 
 REPORT = """<?xml version="1.0"?><testsuites><testsuite>
 <testcase classname="tests.kv.test_tier" name="a"/>
@@ -49,6 +53,14 @@ def test_a_result_names_version_python_and_device(tmp_path: Path, capsys: pytest
     assert made["config"]["device"] == "CPU"
     assert made["metrics"]["engines and servers.failed_tests"] == 2
     assert made["workload"]["rows"] == 6
+
+
+def test_a_result_names_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(REPORT)
+    assert tested_versions.result(tmp_path / "junit.xml", "CPU").config["without"] == sorted(WITHOUT[INSTALLED])
+    monkeypatch.setattr(output_handler, "HOOKS", [dataclasses.replace(output_handler.HOOKS[0], verified={"0.0.1": ""})])
+    without = tested_versions.result(tmp_path / "junit.xml", "CPU").config["without"]
+    assert without == sorted({*WITHOUT[INSTALLED], output_handler.HOOKS[0].feature})
 
 
 def test_every_folder_of_tests_with_an_area_exists() -> None:
