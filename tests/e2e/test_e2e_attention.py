@@ -15,7 +15,7 @@ from engines import BASE_ENGINE, SEATS, TIGHT, Engines, Outcome, conversations, 
 from test_e2e_equality import FEW, NGRAM, repetitive
 from test_e2e_gaps import NO_CACHE, RUNS, talks
 
-from tests.support.upstream import needs
+from tests.support.upstream import WITH_GAPS, needs
 
 pytestmark = [pytest.mark.e2e, needs("attention-slot")]
 
@@ -78,6 +78,7 @@ def test_4_prefixes_found_in_the_cache(run_engines: Engines, llama: Path) -> Non
     assert_served_by(found["cached"], "own")
 
 
+@WITH_GAPS
 @pytest.mark.parametrize("name", ["device", "chunked"])
 def test_4_gaps_are_ranges(run_engines: Engines, llama: Path, name: str) -> None:
     """What holds nothing is overwritten before each step."""

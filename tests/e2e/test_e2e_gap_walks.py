@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from engines import BASE_ENGINE, Engines, Outcome, arrival
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3000)]
+from tests.support.upstream import WITH_GAPS
+
+pytestmark = [pytest.mark.e2e, WITH_GAPS, pytest.mark.timeout(3000)]
 
 TURNS = int(os.environ.get("SOAK_TURNS", "60"))
 FIRST_SEED = int(os.environ.get("SOAK_SEED", "0"))

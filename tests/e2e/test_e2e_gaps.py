@@ -15,8 +15,9 @@ import pytest
 from engines import BASE_ENGINE, Engines, Outcome, arrival, conversations
 
 from tests.support.extent import quick
+from tests.support.upstream import WITH_GAPS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, WITH_GAPS]
 
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "num_gpu_blocks_override": 24}
 NO_CACHE: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": False}

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from tests.support.stub import stub
-from tests.support.upstream import needs
+from tests.support.upstream import WITH_GAPS
 from vllm_ext.config import ConfigError, parse
 from vllm_ext.config.kv_tier import AUTO, FUSED, IN_STEP, LEADING, OFF, RETENTION, KvTierConfig
 from vllm_ext.hooks import registry
@@ -67,7 +67,7 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
     return caplog
 
 
-@needs("kv-gaps-fused", "kv-gaps-v1", "kv-gaps-v2")
+@WITH_GAPS
 @pytest.mark.parametrize("v2", [False, True])
 def test_workers_are_told_and_the_scheduler_knows_by_that(v2: bool) -> None:
     found = engine(use_v2_model_runner=v2)

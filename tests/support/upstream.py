@@ -33,3 +33,6 @@ def needs(*groups: str) -> pytest.MarkDecorator:
     """Skip where a group of hooks is `lacking`."""
     without = lacking(*groups)
     return pytest.mark.skipif(bool(without), reason=f"{', '.join(without)} can't be had with vLLM {INSTALLED}")
+
+
+WITH_GAPS = needs("kv-gaps-fused", "kv-gaps-v1", "kv-gaps-v2")
