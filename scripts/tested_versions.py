@@ -6,7 +6,8 @@ The table of versions shows it.
     make test ARGS="-n 2 --dist=loadfile --junitxml=junit.xml"
     python scripts/tested_versions.py junit.xml
 
-It writes benchmarks/results/tested/VLLM-pyPYTHON-DEVICE.json, of the environment whose Python calls it.
+Of several reports, a later one replaces what an earlier one says of the same test. It writes
+benchmarks/results/tested/VLLM-pyPYTHON-DEVICE.json, of the environment whose Python calls it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ REST = "tools"
 OUTCOMES = ("passed", "failed", "skipped")
 
 
-def counted(junit: Path) -> Counter[tuple[str, str]]:
-    """Return how many tests of each area had each outcome.
+def outcomes(junit: Path) -> dict[tuple[str, str], str]:
+    """Return the outcome of each test of a report, by where it is and its name.
 
     Raises:
         ValueError: the file is no report of pytest, or has no test.
@@ -50,21 +51,26 @@ def counted(junit: Path) -> Counter[tuple[str, str]]:
         cases = list(ElementTree.parse(junit).iter("testcase"))
     except ElementTree.ParseError as error:
         raise ValueError(f"{junit}: must be what pytest --junitxml writes: {error}") from error
-    found: Counter[tuple[str, str]] = Counter()
+    if not cases:
+        raise ValueError(f"{junit}: must have tests, has none")
+    found = {}
     for case in cases:
-        _, _, inner = case.get("classname", "").partition("tests.")
         outcome = "skipped" if case.find("skipped") is not None else "passed"
         if case.find("failure") is not None or case.find("error") is not None:
             outcome = "failed"
-        found[AREAS.get(inner.partition(".")[0], REST), outcome] += 1
-    if not found:
-        raise ValueError(f"{junit}: must have tests, has none")
+        found[case.get("classname", ""), case.get("name", "")] = outcome
     return found
 
 
-def result(junit: Path, device: str) -> Result:
+def counted(found: Mapping[tuple[str, str], str]) -> Counter[tuple[str, str]]:
+    """Return how many tests of each area had each outcome."""
+    inner = {place: place.partition("tests.")[2].partition(".")[0] for place, _ in found}
+    return Counter((AREAS.get(inner[place], REST), outcome) for (place, _), outcome in found.items())
+
+
+def result(reports: Sequence[Path], device: str) -> Result:
     """Return the counts as a result, with the features whose hooks don't fit the vLLM installed."""
-    found = counted(junit)
+    found = counted({test: outcome for report in reports for test, outcome in outcomes(report).items()})
     areas = sorted({area for area, _ in found})
     metrics = {f"{area}.{outcome}_tests": float(found[area, outcome]) for area in areas for outcome in OUTCOMES}
     vllm = versions().get("vllm", "none").partition("+")[0]
@@ -80,7 +86,9 @@ def result(junit: Path, device: str) -> Result:
         },
         seed=0,
         workload=Workload(
-            name="tests", rows=sum(found.values()), sha256=hashlib.sha256(junit.read_bytes()).hexdigest()
+            name="tests",
+            rows=sum(found.values()),
+            sha256=hashlib.sha256(b"".join(one.read_bytes() for one in reports)).hexdigest(),
         ),
         metrics=metrics,
     )
@@ -89,12 +97,12 @@ def result(junit: Path, device: str) -> Result:
 def main(argv: Sequence[str]) -> int:
     """Read the report, write the result."""
     parser = argparse.ArgumentParser(description="Keep how many tests passed with the vLLM that is installed.")
-    parser.add_argument("junit", type=Path, help="what pytest --junitxml wrote")
+    parser.add_argument("reports", type=Path, nargs="+", metavar="junit.xml", help="what pytest --junitxml wrote")
     parser.add_argument("--device", default="CPU", help="what engines ran on (default: CPU)")
     parser.add_argument("--out", type=Path, help="default: the file of this version in benchmarks/results")
     args = parser.parse_args(argv)
     try:
-        made = result(args.junit, args.device)
+        made = result(args.reports, args.device)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

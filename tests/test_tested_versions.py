@@ -28,13 +28,23 @@ REPORT = """<?xml version="1.0"?><testsuites><testsuite>
 
 def test_outcomes_are_counted_by_area(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(REPORT)
-    assert tested_versions.counted(tmp_path / "junit.xml") == {
+    assert tested_versions.counted(tested_versions.outcomes(tmp_path / "junit.xml")) == {
         ("KV", "passed"): 1,
         ("KV", "skipped"): 1,
         ("engines and servers", "failed"): 2,
         ("scheduling", "passed"): 1,
         ("tools", "passed"): 1,
     }
+
+
+def test_a_later_report_replaces_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "first.xml").write_text(REPORT)
+    cases = '<testcase classname="tests.e2e.test_serve" name="c"/><testcase classname="tests.kv.test_new" name="g"/>'
+    (tmp_path / "again.xml").write_text(f"<testsuites>{cases}</testsuites>")
+    made = tested_versions.result([tmp_path / "first.xml", tmp_path / "again.xml"], "CPU")
+    assert made.metrics["engines and servers.passed_tests"] == 1
+    assert made.metrics["engines and servers.failed_tests"] == 1
+    assert made.workload.rows == 7
 
 
 @pytest.mark.parametrize("text", ["no report", "<testsuites/>"])
@@ -57,9 +67,9 @@ def test_a_result_names_version_python_and_device(tmp_path: Path, capsys: pytest
 
 def test_a_result_names_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(REPORT)
-    assert tested_versions.result(tmp_path / "junit.xml", "CPU").config["without"] == sorted(WITHOUT[INSTALLED])
+    assert tested_versions.result([tmp_path / "junit.xml"], "CPU").config["without"] == sorted(WITHOUT[INSTALLED])
     monkeypatch.setattr(output_handler, "HOOKS", [dataclasses.replace(output_handler.HOOKS[0], verified={"0.0.1": ""})])
-    without = tested_versions.result(tmp_path / "junit.xml", "CPU").config["without"]
+    without = tested_versions.result([tmp_path / "junit.xml"], "CPU").config["without"]
     assert without == sorted({*WITHOUT[INSTALLED], output_handler.HOOKS[0].feature})
 
 
