@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 
 def main() -> None:
@@ -26,6 +27,7 @@ def main() -> None:
     while not service.ready:
         service.poll()
         time.sleep(0.1)
+    before = state_of(engine)["late_predictions"]  # of the first, where the predictor was quicker than its tokens
     engine.sleep(level=0, mode="keep")
     llm.enqueue([f"offline {i}" for i in range(48)], sampling, use_tqdm=False)
     while service.waiting:
@@ -33,15 +35,21 @@ def main() -> None:
         time.sleep(0.01)
     engine.wake_up()
     done = llm.wait_for_completion(use_tqdm=False)
-    core = engine.engine_core
-    inner = getattr(core, "engine_core", None)
-    state = inner.vllm_ext_state(0) if inner is not None else core.call_utility("vllm_ext_state", 0)
+    state = state_of(engine)
     result = {
         "tokens": [len(answer.outputs[0].token_ids) for answer in done],
-        "late": state["late_predictions"],
+        "late": state["late_predictions"] - before,
         "sources": [record["prediction_source"] for record in state["records"]],
     }
     print("RESULT " + json.dumps(result))
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """What the engine core tells of itself, in this process or another."""
+    core = engine.engine_core
+    inner = getattr(core, "engine_core", None)
+    state: dict[str, Any] = inner.vllm_ext_state(0) if inner is not None else core.call_utility("vllm_ext_state", 0)
+    return state
 
 
 if __name__ == "__main__":
