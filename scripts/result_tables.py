@@ -382,6 +382,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "prediction-as-alise": prediction_as_alise,
     "routing-capacity": partial(routing, shown=_capacity),
     "routing-latency": partial(routing, shown=_latency),
+    "routing-held-out": partial(routing, shown=_capacity, name="routing_held_out.json"),
     "step-cost": step_cost,
     "tested": tested,
     "papers": papers,
