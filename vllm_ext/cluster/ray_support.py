@@ -53,7 +53,8 @@ def verify() -> None:
         raise RayUnsupported(f"Ray {found} is not one that was verified (changed: {', '.join(changed)}): {INSTALL}")
     server = modules[_LLM].LLMServer
     try:
-        getattr(server, "_get_default_engine_class", id)(server)  # which is imported when a replica starts, else
+        if hasattr(server, "_get_default_engine_class"):
+            server._get_default_engine_class(server)  # imports the engine, which Ray does only in a replica
     except ImportError as error:
         wanted = f"Ray {found} can't run vLLM {installed_vllm()} ({error})"
         raise RayUnsupported(f"{wanted}: install a vLLM and a Ray that go together, such as 0.32 and 2.60") from error
