@@ -15,16 +15,20 @@ from vllm_ext.hooks.feature import overridable, target_of
 from vllm_ext.hooks.patch import Hook, Patch, Reliance, resolve_owner
 
 HOOKS = registry.hooks()
-ids = [hook.target.partition(":")[2] for hook in HOOKS]
 FITTING = [hook for hook in HOOKS if is_for_installed(hook)]
 
 
-@pytest.mark.parametrize("hook", FITTING, ids=[hook.target.partition(":")[2] for hook in FITTING])
+def name_of(hook: Hook) -> str:
+    """What a hook is about, without its module."""
+    return hook.target.partition(":")[2]
+
+
+@pytest.mark.parametrize("hook", FITTING, ids=name_of)
 def test_every_hook_fits_the_vllm_installed(hook: Hook) -> None:
     hook.verify()
 
 
-@pytest.mark.parametrize("hook", HOOKS, ids=ids)
+@pytest.mark.parametrize("hook", HOOKS, ids=name_of)
 def test_every_hook_says_why_it_exists(hook: Hook) -> None:
     assert all((hook.feature, hook.why, hook.breaks_without, hook.remove_when, hook.leave_out))
 
