@@ -64,8 +64,12 @@ def outcomes(junit: Path) -> dict[tuple[str, str], str]:
 
 def counted(found: Mapping[tuple[str, str], str]) -> Counter[tuple[str, str]]:
     """Return how many tests of each area had each outcome."""
-    inner = {place: place.partition("tests.")[2].partition(".")[0] for place, _ in found}
-    return Counter((AREAS.get(inner[place], REST), outcome) for (place, _), outcome in found.items())
+    return Counter((_area(place), outcome) for (place, _), outcome in found.items())
+
+
+def _area(place: str) -> str:
+    folder, _, _ = place.partition("tests.")[2].partition(".")
+    return AREAS.get(folder, REST)
 
 
 def result(reports: Sequence[Path], device: str) -> Result:
