@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.experiments.data import beside, files_of, with_files
-from vllm_ext.experiments.experiment import Findings
-from vllm_ext.report.claim import PaperClaim
-from vllm_ext.report.table import Table
+from vllm_ext.experiments.data import files_of, with_files
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.workloads.spec import MixPart, WorkloadSpec
 
@@ -46,20 +43,3 @@ def test_folder_without_or_with_several_files_of_a_data_set_is_refused(
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match=said):
         files_of(tmp_path)
-
-
-def test_real_lengths_stand_behind_the_drawn_ones() -> None:
-    drawn, real = (
-        Findings(
-            tables=[Table(("x",), [(value,)])], metrics={"rate": value}, workload=[],
-            claims=[PaperClaim(name="ratio", goal=1.0, value=value, headline=True)],
-        )
-        for value in (1.0, 2.0)
-    )  # fmt: skip
-    both = beside(drawn, real)
-    assert [(claim.name, claim.value, claim.headline) for claim in both.claims] == [
-        ("ratio", 1.0, True),
-        ("ratio, real lengths", 2.0, False),
-    ]
-    assert [table.title for table in both.tables] == ["", "real lengths"]
-    assert both.metrics == {"rate": 1.0, "real lengths: rate": 2.0}

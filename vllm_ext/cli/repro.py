@@ -60,9 +60,9 @@ def _is_stale(folder: Path, name: str) -> bool:
 
 def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
     """Run one; what goes wrong is told, so that the others can follow."""
-    from vllm_ext.experiments.data import beside, files_of
+    from vllm_ext.experiments.data import files_of
     from vllm_ext.experiments.evidence import Evidence
-    from vllm_ext.experiments.repeats import merged
+    from vllm_ext.experiments.merge import beside, merged
     from vllm_ext.experiments.report import page, result, tables
     from vllm_ext.experiments.runner import RunFailed, Runner
     from vllm_ext.report.page import write

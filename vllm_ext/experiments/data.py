@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm_ext.envs import cache_dir
-from vllm_ext.experiments.experiment import Findings
 from vllm_ext.files import replaced
-from vllm_ext.report.claim import Claim
 from vllm_ext.simulation.spec import SimulationSpec
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -25,7 +22,6 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 """Beginning of a file's name -> presets that stand for that data set, with what its file needs besides. The last three
 presets are traces, which are looked at in order; nothing is simulated with them."""
-_NAMED = ", real lengths"
 
 
 def files_of(folder: Path) -> dict[str, dict[str, Any]]:
@@ -69,17 +65,3 @@ def lengths_file(name: str, pairs: Iterable[tuple[int, int]]) -> Path:
     with replaced(file) as opened:
         opened.write(text.encode())
     return file
-
-
-def beside(drawn: Findings, real: Findings) -> Findings:
-    """Return what drawn lengths gave, with tables and claims of the real ones behind it."""
-
-    def named(claims: Sequence[Claim]) -> list[Claim]:
-        return [replace(claim, name=claim.name + _NAMED, headline=False) for claim in claims]
-
-    tables = [replace(table, title=(table.title + _NAMED).removeprefix(", ")) for table in real.tables]
-    metrics = {f"real lengths: {name}": value for name, value in real.metrics.items()}
-    return replace(
-        drawn, tables=[*drawn.tables, *tables], claims=[*drawn.claims, *named(real.claims)],
-        metrics={**drawn.metrics, **metrics},
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One experiment with several seeds: means, and how far they differ."""
+"""Findings of one experiment made one: of several seeds, and of drawn and of real lengths."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm_ext.report.intervals import half_width
 
 _LEAST_FOR_STUDENT = 3
 """Two values give an interval of 13 times their spread, which every figure would lie in: they are told as they are."""
+_REAL = ", real lengths"
 
 
 def merged(found: Mapping[int, Findings]) -> Findings:
@@ -37,6 +38,20 @@ def merged(found: Mapping[int, Findings]) -> Findings:
         details={**first.details, "by_seed": {str(seed): dict(one.metrics) for seed, one in found.items()}},
         tables=[replace(table, title=f"{table.title}; seed {next(iter(found))}".removeprefix("; "))
                 for table in first.tables],
+    )  # fmt: skip
+
+
+def beside(drawn: Findings, real: Findings) -> Findings:
+    """Return what drawn lengths gave, with tables and claims of the real ones behind it."""
+
+    def named(claims: Sequence[Claim]) -> list[Claim]:
+        return [replace(claim, name=claim.name + _REAL, headline=False) for claim in claims]
+
+    tables = [replace(table, title=(table.title + _REAL).removeprefix(", ")) for table in real.tables]
+    metrics = {f"real lengths: {name}": value for name, value in real.metrics.items()}
+    return replace(
+        drawn, tables=[*drawn.tables, *tables], claims=[*drawn.claims, *named(real.claims)],
+        metrics={**drawn.metrics, **metrics},
     )  # fmt: skip
 
 

@@ -1,11 +1,11 @@
-"""One experiment with several seeds."""
+"""Findings of several seeds, and of drawn and real lengths."""
 
 from __future__ import annotations
 
 import pytest
 
 from vllm_ext.experiments.experiment import Findings
-from vllm_ext.experiments.repeats import merged
+from vllm_ext.experiments.merge import beside, merged
 from vllm_ext.report.claim import Claim, PaperClaim
 from vllm_ext.report.table import Table
 
@@ -50,3 +50,20 @@ def test_what_a_seed_lacks_is_left_out() -> None:
     assert [claim.name for claim in made.claims] == ["ratio", "own"]
     assert isinstance(ratio := made.claims[0], PaperClaim)
     assert ratio.ours is None
+
+
+def test_real_lengths_stand_behind_the_drawn_ones() -> None:
+    drawn, real = (
+        Findings(
+            tables=[Table(("x",), [(value,)])], metrics={"rate": value}, workload=[],
+            claims=[PaperClaim(name="ratio", goal=1.0, value=value, headline=True)],
+        )
+        for value in (1.0, 2.0)
+    )  # fmt: skip
+    both = beside(drawn, real)
+    assert [(claim.name, claim.value, claim.headline) for claim in both.claims] == [
+        ("ratio", 1.0, True),
+        ("ratio, real lengths", 2.0, False),
+    ]
+    assert [table.title for table in both.tables] == ["", "real lengths"]
+    assert both.metrics == {"rate": 1.0, "real lengths: rate": 2.0}
