@@ -45,6 +45,14 @@ def vllms_log_level() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.fixture
+def quiet_vllm(vllms_log_level: None) -> None:
+    """VLLM announces every configuration, pause and cache reset: thousands of lines in a property test."""
+    import vllm.logger  # which configures the logger when it is first imported
+
+    logging.getLogger(vllm.logger.__name__.partition(".")[0]).setLevel(logging.CRITICAL)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked ``full``, unless everything is to be tried."""
     left_out = [] if FULL else [item for item in items if item.get_closest_marker("full")]

@@ -1,14 +1,9 @@
-"""Quiet logs: vLLM announces every pause and cache reset, thousands of times in a property test."""
+"""Quiet logs."""
 
 from __future__ import annotations
-
-import logging
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _quiet_vllm(vllms_log_level: None) -> None:
-    import vllm.logger
-
-    logging.getLogger(vllm.logger.__name__.partition(".")[0]).setLevel(logging.CRITICAL)
+def _quiet(quiet_vllm: None) -> None: ...

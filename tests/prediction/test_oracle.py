@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,7 @@ from vllm_ext.simulation.engine.harness import block_hasher, make_request, make_
 
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 
-
-@pytest.fixture(autouse=True)
-def _quiet_vllm(vllms_log_level: None) -> None:
-    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+pytestmark = pytest.mark.usefixtures("quiet_vllm")
 
 
 @pytest.mark.parametrize(

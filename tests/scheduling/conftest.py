@@ -1,8 +1,7 @@
-"""Quiet logs, as vLLM announces every configuration, pause and cache reset; and scripted policies that begin empty."""
+"""Quiet logs, and scripted policies that begin empty."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +10,7 @@ from tests.support.steering import SCRIPT
 
 
 @pytest.fixture(autouse=True)
-def _quiet_vllm(vllms_log_level: None) -> None:
-    import vllm.logger
-
-    logging.getLogger(vllm.logger.__name__.partition(".")[0]).setLevel(logging.CRITICAL)
+def _quiet(quiet_vllm: None) -> None: ...
 
 
 @pytest.fixture(autouse=True)
