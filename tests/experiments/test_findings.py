@@ -31,10 +31,12 @@ class AnyMetric(dict[str, float]):
 
 
 class MadeUp(Runner):
-    def __init__(self) -> None:
-        self.quick, self.seed, self.files = True, 0, {}
+    def __init__(self, *, quick: bool = True, judged_only: bool = False) -> None:
+        self.quick, self.seed, self.files, self.judged_only = quick, 0, {}, judged_only
+        self.asked = 0
 
     def metrics(self, specs: Mapping[Any, SimulationSpec]) -> dict[Any, Any]:
+        self.asked += len(specs)
         return {key: AnyMetric(spec.workload.rate_per_s or 1.0) for key, spec in specs.items()}
 
     def sustained(
@@ -45,6 +47,7 @@ class MadeUp(Runner):
         start_per_s: Callable[[Any], float],
         tolerance: float,
     ) -> dict[Any, Sustained]:
+        self.asked += len(specs)
         return {
             key: _sustained(make, limits(key) if callable(limits) else limits, start_per_s(key))
             for key, make in specs.items()
@@ -76,3 +79,11 @@ def test_what_was_measured_becomes_a_result_with_tables(experiment: Any, monkeyp
     shown = "\n".join(map(str, report.tables(experiment, findings)))
     assert all(claim.name in shown for claim in findings.claims if isinstance(claim, PaperClaim))
     assert experiment.id in shown
+
+
+@pytest.mark.parametrize("name", ["alise-fig6", "alise-table3", "past-future-fig7", "past-future-table1"])
+def test_later_seeds_run_less_and_judge_the_same(name: str) -> None:
+    experiment, first, later = catalogue.experiments()[name], MadeUp(quick=False), MadeUp(quick=False, judged_only=True)
+    findings, again = experiment.run(first), experiment.run(later)
+    assert again.claims == findings.claims
+    assert later.asked < first.asked / 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_ext.experiments.experiment import Findings
@@ -44,7 +46,12 @@ def test_of_two_seeds_both_values_are_told() -> None:
     assert ratio.interval == (1.0, 3.0)
 
 
-def test_what_a_seed_lacks_is_left_out() -> None:
+def test_what_is_beside_a_claim_may_be_of_the_first_seed() -> None:
+    first = replace(found(1.0), metrics={"rate_per_s": 1.0, "at_half_per_s": 4.0})
+    assert merged({0: first, 1: found(3.0)}).metrics == {"rate_per_s": 2.0, "at_half_per_s": 4.0}
+
+
+def test_claims_that_a_seed_lacks_are_left_out() -> None:
     extra = Claim(name="extra", goal=1.0, value=1.0)
     made = merged({0: found(1.0, ours=1.0, more=(extra,)), 1: found(1.0)})
     assert [claim.name for claim in made.claims] == ["ratio", "own"]

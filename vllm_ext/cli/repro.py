@@ -90,7 +90,8 @@ def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
 
             def found(files: Mapping[str, Any]) -> Findings:
                 shared = {"quick": args.quick, "pool": pool, "store": store, "on_point": tell, "files": files}
-                return merged({seed: experiment.run(Runner(seed=seed, **shared)) for seed in seeds})
+                runners = (Runner(seed=seed, judged_only=seed > args.seed, **shared) for seed in seeds)
+                return merged({runner.seed: experiment.run(runner) for runner in runners})
 
             findings = found({})
             if args.data is not None:

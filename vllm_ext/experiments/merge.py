@@ -18,8 +18,8 @@ _REAL = ", real lengths"
 def merged(found: Mapping[int, Findings]) -> Findings:
     """Return what several seeds found, as one.
 
-    Metrics and figures are means over the seeds that all have; tables, pictures and what is said beside a figure are
-    of the first seed. A paper's figure gets Student's 95 % interval, of two seeds both values.
+    Figures are means over the seeds, and so are metrics that all have; others, tables, pictures and what is said beside
+    a figure are of the first seed. A paper's figure gets Student's 95 % interval, of two seeds both values.
 
     Args:
         found: By seed, at least one, of the same experiment.
@@ -56,7 +56,8 @@ def beside(drawn: Findings, real: Findings) -> Findings:
 
 
 def _means(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: fmean(one[name] for one in of) for name in of[0] if all(name in one for one in of)}
+    return {name: fmean(one[name] for one in of) if all(name in one for one in of) else first
+            for name, first in of[0].items()}  # fmt: skip
 
 
 def _by_name(every: Sequence[Findings]) -> Iterable[list[Claim]]:

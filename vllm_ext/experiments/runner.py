@@ -52,13 +52,15 @@ class Runner:
         store: Where their metrics are kept; opened by the caller.
         on_point: Told of every simulation.
         files: Of data sets that are served in place of presets, see `data.files_of`.
+        judged_only: Whether only what claims compare is asked for: curves and rows beside it are of the first seed.
     """
 
     def __init__(
         self, *, quick: bool, seed: int, pool: Pool, store: PointStore, on_point: OnPoint | None = None,
-        files: Mapping[str, Mapping[str, Any]] | None = None,
+        files: Mapping[str, Mapping[str, Any]] | None = None, judged_only: bool = False,
     ) -> None:  # fmt: skip
         self.quick = quick
+        self.judged_only = judged_only
         self.seed = seed
         self.pool = pool
         self.store = store

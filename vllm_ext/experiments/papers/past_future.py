@@ -222,7 +222,7 @@ def table1(runner: Runner) -> Findings:
             record=RecordSpec(backlog=True),
         )
         for data in PUBLISHED
-        for c in _table1_rows(data, quick=runner.quick)
+        for c in _table1_rows(data, quick=runner.quick, judged_only=runner.judged_only)
     }
     found = runner.metrics(specs)
     told = {
@@ -252,12 +252,14 @@ def table1(runner: Runner) -> Findings:
     )
 
 
-def _table1_rows(data: str, *, quick: bool) -> list[Variant]:
+def _table1_rows(data: str, *, quick: bool, judged_only: bool = False) -> list[Variant]:
     more, pool = (1.25, BOUND_RATIO) if data == RATED else (1.5, 1.0)
-    few = [OPTIMUM, JUDGED, OURS, aggressive(0.95), conservative(1.0, pool=pool), VLLM]
+    few = [OPTIMUM, JUDGED, OURS, aggressive(0.95), conservative(1.0, pool=pool)]
+    if judged_only:
+        return [*few, VLLM_TUNED]
     if quick:
-        return few
-    return [*few, LOOSE, TIGHT, EVERY_STEP, aggressive(0.99), aggressive(0.90),
+        return [*few, VLLM]
+    return [*few, VLLM, LOOSE, TIGHT, EVERY_STEP, aggressive(0.99), aggressive(0.90),
             conservative(more, pool=more * pool), VLLM_TUNED]  # fmt: skip
 
 

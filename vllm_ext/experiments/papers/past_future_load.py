@@ -94,12 +94,15 @@ def fig7(runner: Runner) -> Findings:
     panels = {model: panel for model, panel in PANELS.items() if model == JUDGED or not runner.quick}
     datasets = QUICK_DATASETS if runner.quick else tuple(base.DATASETS)
     duration_s = {model: QUICK_DURATION_S if runner.quick else panel.duration_s for model, panel in panels.items()}
-    schedulers, specs = _fig7_schedulers(shrink), {}
+    tried = {model: QUICK_CLIENTS if runner.quick else panel.clients[-1:] if runner.judged_only else panel.clients
+             for model, panel in panels.items()}  # fmt: skip
+    schedulers = [one for one in _fig7_schedulers(shrink) if not (runner.judged_only and one.name == LONGEST)]
+    specs = {}
     for model, panel in panels.items():
         ttft, tbt = (SloTarget(base_s=limit_s / shrink) for limit_s in (panel.ttft_s, panel.gap_s))
         for data in datasets:
             for scheduler in schedulers:
-                for clients in QUICK_CLIENTS if runner.quick else panel.clients:
+                for clients in tried[model]:
                     workload = base.DATASETS[data].workload(
                         shrink,
                         arrivals="closed-loop",
@@ -161,7 +164,7 @@ def fig7(runner: Runner) -> Findings:
             for model in panels
             for data in datasets
         ],
-        workload=[specs[JUDGED, data, PUBLISHED.name, QUICK_CLIENTS[0]].workload for data in datasets],
+        workload=[specs[JUDGED, data, PUBLISHED.name, tried[JUDGED][0]].workload for data in datasets],
     )
 
 
@@ -175,13 +178,13 @@ def _fig7_schedulers(shrink: int) -> tuple[Variant, ...]:
 
 
 def _ratios(good: Goodput, own: str, others: Sequence[str]) -> dict[tuple[str, str, int, str], float]:
-    """Return goodput over that of others with the most clients of each panel, but where theirs is 0."""
+    """Return goodput over that of others with the most clients of each panel, but where theirs is 0, or unknown."""
     most = {key[:2]: max(clients for *panel, _, clients in good if tuple(panel) == key[:2]) for key in good}
     return {
         (model, data, clients, other): good[model, data, own, clients] / theirs
         for (model, data), clients in most.items()
         for other in others
-        if (theirs := good[model, data, other, clients])
+        if (theirs := good.get((model, data, other, clients)))
     }
 
 
