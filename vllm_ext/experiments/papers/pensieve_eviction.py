@@ -56,10 +56,11 @@ def fig14(runner: Runner) -> Findings:
     """
     rates, duration_s = (QUICK_RATES, base.QUICK_S) if runner.quick else (RATES, base.DURATION_S)
     share = QUICK_HOST_SHARE if runner.quick else 1.0
+    shown = (JUDGED, LRU, base.OURS) if runner.judged_only else SHOWN
     specs = {
         (rate, c.name): base.spec(c, base.OPT_13B, rate, duration_s=duration_s, seed=runner.seed, host_share=share)
         for rate in rates
-        for c in SHOWN
+        for c in shown
     }
     found = {key: figures(metrics) for key, metrics in runner.metrics(specs).items()}
     return Findings(
@@ -71,11 +72,11 @@ def fig14(runner: Runner) -> Findings:
         ],
         claims=claims(*({rate: found[rate, c.name] for rate in rates} for c in (JUDGED, LRU, base.OURS))),
         **flat(found, "rate_{:g}.".format, own={JUDGED.name: ""}),
-        config={**base.config(SHOWN, duration_s), "rates_per_s": list(rates), "host_share": share},
+        config={**base.config(shown, duration_s), "rates_per_s": list(rates), "host_share": share},
         plots=[
             line_plot(
                 "",
-                {c.name: [(rate, found[rate, c.name][HIT]) for rate in rates] for c in SHOWN},
+                {c.name: [(rate, found[rate, c.name][HIT]) for rate in rates] for c in shown},
                 xlabel="turns (1/s)",
                 ylabel="host hit rate",
                 title="OPT-13B, simulated A100-80GB, 220 GB in the host",
