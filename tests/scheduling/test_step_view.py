@@ -7,7 +7,7 @@ import math
 from vllm.v1.request import RequestStatus
 
 from tests.support.steering import SCRIPT, Rig
-from vllm_ext.contract import Rank, RequestView, Split, Step
+from vllm_ext.contract import Candidate, Rank, RequestView, Split, Step
 
 
 def seen(rig: Rig) -> Step:
@@ -67,6 +67,26 @@ def test_whoever_runs_either_decodes_or_has_a_half_done_prompt() -> None:
     step = seen(rig)
     assert [r.req_id for r in step.decoding()] == ["a", "b"]
     assert [r.req_id for r in step.prefilling()] == ["long"]
+
+
+def test_who_is_left_out_hides_nobody_behind_the_first_32() -> None:
+    rig = Rig("scripted", max_num_seqs=1, num_blocks=512)
+    rig.add("runs", 10, length=30)
+    rig.step(2)
+    for number in range(40):
+        rig.add(f"long{number:02}", 20, length=30)
+        rig.add(f"short{number:02}", 10, length=30)
+    step = seen(rig)
+    assert [one.req_id for one in step.waiting()][-1] == "short15"
+    looked_at: list[str] = []
+
+    def is_long(candidate: Candidate) -> bool:
+        looked_at.append(candidate.req_id)
+        return candidate.request.missing_tokens > 10
+
+    assert next(step.waiting(is_long)).req_id == "short00"
+    assert looked_at == ["long00", "short00"], "it looks no further than it is asked to"
+    assert [one.req_id for one in step.waiting(is_long)] == [f"short{number:02}" for number in range(32)]
 
 
 def test_a_refusal_does_not_answer_for_another_head() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,12 +107,14 @@ class PoolStep:
     def decoding(self) -> Iterator[RequestView]:
         return (r for r in self.running if r.num_computed_tokens >= r.num_prompt_tokens)
 
-    def waiting(self) -> Iterator[Candidate]:
+    def waiting(self, but: Callable[[Candidate], bool] | None = None) -> Iterator[Candidate]:
         for request in self.queue:
             name = request.req_id
-            yield Candidate(
+            candidate = Candidate(
                 name, self._key(request), lambda request=request: request, name in self.aged, name in self.pressing
             )
+            if but is None or not but(candidate):
+                yield candidate
 
     def is_waiting(self, req_id: str) -> bool:
         return any(request.req_id == req_id for request in self.queue)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -186,8 +186,12 @@ class Step(Protocol):
         """Running requests whose prompt is computed, in no particular order. Cost: a view of each that is looked at."""
         ...
 
-    def waiting(self) -> Iterator[Candidate]:
-        """Waiting requests that could join now, best rank first; 32 at most."""
+    def waiting(self, but: Callable[[Candidate], bool] | None = None) -> Iterator[Candidate]:
+        """Waiting requests that could join now, best rank first; 32 at most.
+
+        Args:
+            but: Whom to leave out, so that they hide nobody behind them. At most 1024 are looked at for it.
+        """
         ...
 
     def is_waiting(self, req_id: str) -> bool:

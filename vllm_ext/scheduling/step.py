@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import count, islice
+from itertools import count, filterfalse, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm_ext.scheduling.waiting_table import WaitingTable
     from vllm_ext.step_time.runtime import RuntimeModel
 
-LOOK_AHEAD = 32
+LOOK_AHEAD, _LOOK_PAST = 32, 1024
 """Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""
 _ASKED_IN_VAIN = 64
 """Requests of which a connector can't tell yet what KV it has that a look comes across at most."""
@@ -213,9 +213,10 @@ class EngineStep:
         half_done = self._engine._inflight_prefills
         return (self._view(request) for request in self._lists.running if request not in half_done)
 
-    def waiting(self) -> Iterator[Candidate]:
+    def waiting(self, but: Callable[[Candidate], bool] | None = None) -> Iterator[Candidate]:
         """Waiting requests that could join now, best rank first; who was looked at once in a step is kept."""
-        return islice(self._candidates(), LOOK_AHEAD)
+        found = self._candidates()
+        return islice(found if but is None else filterfalse(but, islice(found, _LOOK_PAST)), LOOK_AHEAD)
 
     def _candidates(self) -> Iterator[Candidate]:
         fits, hidden = self._queue.adapters.fits, self._hidden

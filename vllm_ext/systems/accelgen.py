@@ -109,8 +109,9 @@ class SloMatch(Admission):
     Euclid, to what the step has left; this is repeated until none fits. A prompt longer than what is left is cut to it.
 
     A long prompt does not start while another one is computed, with ``exclusive_to_end`` while another one's request is
-    unfinished, unless it is urgent (exclusive request allocation).
-    At most the first 32 waiting requests are looked at, and only the urgent ones where there is no room.
+    unfinished, unless it is urgent (exclusive request allocation). It does not count as the first one then: others of
+    its priority pass it. At most the first 32 of the others are looked at, and only the urgent ones where there is no
+    room.
 
     Source: AccelGen, section 4.2 (ERA) and 4.4, Algorithms 1 and 2. Ours: the guard against preempting a request again
     before it got on, that a request that is lost already is not urgent, ``gamma_steps``, ``lost_steps``, and ``spare``:
@@ -137,6 +138,8 @@ class SloMatch(Admission):
     """Whether one long prompt at a time is computed."""
     exclusive_to_end: bool = False
     """Whether its request then keeps other long ones out until it is completed."""
+    exclusive_urgent: bool = True
+    """Whether it keeps out urgent ones as well, but for those that aged: two in a step make each other late."""
     long_prompt_tokens: int = 0
     """Prompts with more to compute than this are long; 0: more than the step at which throughput saturates."""
     preempt: bool = True
@@ -163,12 +166,24 @@ class SloMatch(Admission):
 
     def select(self, step: Step, room: Room) -> None:
         """Take the urgent ones, then those that match; of a lower priority only when nobody of a higher one is left."""
-        for _, alike in itertools.groupby(step.waiting(), key=lambda candidate: candidate.request.priority):
+        computing_long = self._computing_long(step)
+        left_out: list[int] = []
+
+        def stays_out(candidate: Candidate) -> bool:
+            out = self._is_long(candidate, step) and not self._may_start(candidate, step)
+            if out:
+                left_out.append(candidate.request.priority)
+            return out
+
+        waiting = step.waiting(stays_out if computing_long and room.open else None)
+        for priority, alike in itertools.groupby(waiting, key=lambda candidate: candidate.request.priority):
+            if left_out and left_out[0] < priority:
+                return
             head, more = self._head(alike, step, room)
             urgent = [hopeful for hopeful in head if hopeful.is_urgent(step)]
             if not self._admit_urgent(step, room, urgent):
                 return
-            self._admit_matching(step, room, [hopeful for hopeful in head if hopeful not in urgent], urgent)
+            self._admit_matching(step, room, [one for one in head if one not in urgent], urgent, computing_long)
             joined = {*room.admit}
             if more or not room.open or any(hopeful.candidate.req_id not in joined for hopeful in head):
                 return
@@ -182,8 +197,7 @@ class SloMatch(Admission):
         first: _Hopeful | None = None
         has_room, group_s = room.open, self._group_s(step)
         for candidate in candidates:
-            remaining_s, lost = self._standing(candidate.request, step.now)
-            hopeful = _Hopeful(candidate, remaining_s, lost, lost and not self.lost_urgent)
+            hopeful = self._hopeful(candidate, step)
             if not hopeful.is_urgent(step):
                 # In order of slack those after the first one's group are later still.
                 first = first or hopeful
@@ -194,6 +208,10 @@ class SloMatch(Admission):
                     continue
             found.append(hopeful)
         return found, False
+
+    def _hopeful(self, candidate: Candidate, step: Step) -> _Hopeful:
+        remaining_s, lost = self._standing(candidate.request, step.now)
+        return _Hopeful(candidate, remaining_s, lost, lost and not self.lost_urgent)
 
     def _standing(self, request: RequestView, now: float) -> tuple[float, bool]:
         """Return T_r, the time until a request must run, in seconds, and whether its objective is lost."""
@@ -239,28 +257,42 @@ class SloMatch(Admission):
                 return leaving
         return ()
 
-    def _admit_matching(self, step: Step, room: Room, rest: list[_Hopeful], urgent: list[_Hopeful]) -> None:
+    def _long_above(self, step: Step) -> int:
+        return self.long_prompt_tokens or step.runtime.pivot.tokens
+
+    def _is_long(self, candidate: Candidate, step: Step) -> bool:
+        return self.exclusive and candidate.request.missing_tokens > self._long_above(step)
+
+    def _may_start(self, candidate: Candidate, step: Step) -> bool:
+        """Whether a long prompt may start beside another one."""
+        if self.exclusive_urgent:
+            return candidate.aged
+        return self._hopeful(candidate, step).is_urgent(step)
+
+    def _computing_long(self, step: Step) -> bool:
+        begun = itertools.chain(step.prefilling(), step.decoding() if self.exclusive_to_end else ())
+        return self.exclusive and any(request.num_prompt_tokens > self._long_above(step) for request in begun)
+
+    def _admit_matching(
+        self, step: Step, room: Room, rest: list[_Hopeful], urgent: list[_Hopeful], computing_long: bool
+    ) -> None:
+        joined = [h.candidate for h in urgent if h.candidate.req_id in room.admit]
+        computing_long = computing_long or any(self._is_long(candidate, step) for candidate in joined)
+        if computing_long:
+            rest = [h for h in rest if not self._is_long(h.candidate, step)]
         if not rest or not room.open:
             return
         first = rest[0]
         latest_s = first.remaining_s + self._group_s(step)
         group = [h.candidate for h in rest if h.lost == first.lost and h.remaining_s <= latest_s]
-        long_above = self.long_prompt_tokens or step.runtime.pivot.tokens
-
-        def is_long(request: RequestView) -> bool:
-            return self.exclusive and request.missing_tokens > long_above
-
-        joined = [h.candidate.request for h in urgent if h.candidate.req_id in room.admit]
-        begun = itertools.chain(step.prefilling(), step.decoding() if self.exclusive_to_end else ())
-        computing_long = any(map(is_long, joined)) or any(request.num_prompt_tokens > long_above for request in begun)
         while group:
             # What does not fit now may do so once somebody is taken whose prefix it shares.
-            fitting = [c for c in group if not (computing_long and is_long(c.request)) and room.fits(c)]
+            fitting = [c for c in group if not (computing_long and self._is_long(c, step)) and room.fits(c)]
             if not fitting or (not self.match and fitting[0] is not group[0]):
                 return
             best = min(fitting, key=lambda c: self._distance(step, room, c)) if self.match else fitting[0]
             group.remove(best)
-            computing_long = computing_long or is_long(best.request)
+            computing_long = computing_long or self._is_long(best, step)
             room.take(best)
 
     def _group_s(self, step: Step) -> float:
@@ -394,6 +426,7 @@ ROWS = (
                 "ordered": True,
                 "exclusive": True,
                 "exclusive_to_end": True,  # section 4.2: "until the request is completed"
+                "exclusive_urgent": False,  # those "that must run in the next iteration" are no issue
                 "long_prompt_tokens": 4095,  # "long" is 4K tokens and more
                 "preempt": True,
                 "min_progress_tokens": 1,
