@@ -155,8 +155,14 @@ def fig11(runner: Runner) -> Findings:
     specs = {
         (*at, c.name): base.spec(c, panel, of, runner.seed)
         for at, (panel, of) in (loads | near).items()
-        for c in (*_compared(panel), *(() if at in near else (base.ORACLE, *base.READINGS)))
+        for c in (*_judged(panel), *(() if at in near else (base.ORACLE,)))
     }
+    if not runner.judged_only:
+        specs |= {
+            (*at, c.name): base.spec(c, panel, of, runner.seed)
+            for at, (panel, of) in (loads | near).items()
+            for c in (*_beside(panel), *(() if at in near else base.READINGS))
+        }
     found = runner.metrics(specs)
     crowded, mild = ({key: one for key, one in found.items() if key[:2] in of} for of in (loads, near))
     pivots = {panel.name: panel.pivot_tokens for panel in panels}
@@ -199,9 +205,13 @@ def fig11(runner: Runner) -> Findings:
     )  # fmt: skip
 
 
-def _compared(panel: base.Panel) -> tuple[Variant, ...]:
-    today = (base.UPSTREAM, base.tuned(panel), base.shortest_prompt_first(panel))
-    return (*base.baselines(panel), *today, base.ACCELGEN, base.RELEGATED, base.OURS, base.OURS_UNAGED)
+def _judged(panel: base.Panel) -> tuple[Variant, ...]:
+    """Whom claims compare."""
+    return (*base.baselines(panel), base.tuned(panel), base.ACCELGEN, base.RELEGATED, base.OURS)
+
+
+def _beside(panel: base.Panel) -> tuple[Variant, ...]:
+    return base.UPSTREAM, base.shortest_prompt_first(panel), base.OURS_UNAGED
 
 
 Windows = Mapping[tuple[str, float, str], Metrics]
