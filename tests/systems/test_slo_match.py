@@ -135,6 +135,9 @@ def test_an_urgent_long_prompt_starts_beside_another_as_published_and_here_where
     prefills, policy = half_done(600, 200, step_stats=STEP_STATS), SloMatch(long_prompt_tokens=500)
     urgent = step_of(waiting("long", 600, left_s=0.05), running=(prefills,))
     assert joins(policy, urgent) == set()
+    full = step_of(waiting("long", 600, left_s=0.05), running=(prefills, running("r", tbt_s=0.9)), seats=0)
+    assert pushes_out(replace(policy, spare=False), full) == []
+    assert pushes_out(replace(policy, spare=False, exclusive_urgent=False), full) == ["r"]
     assert joins(SloMatch(long_prompt_tokens=500, exclusive_urgent=False), urgent) == {"long"}
     assert joins(policy, replace(urgent, aged=frozenset({"long"}))) == {"long"}
 
@@ -149,6 +152,8 @@ def test_long_prompts_that_stay_out_hold_up_nobody_of_their_priority() -> None:
     later = waiting("batch", 90, left_s=30.0, priority=1)
     assert joins(policy, replace(step, queue=(*longs, later))) == set(), "a higher priority waits"
     assert joins(policy, replace(step, queue=(later, waiting("long", 600, priority=2)))) == {"batch"}
+    first = waiting("first", 600, priority=-1)
+    assert joins(policy, replace(step, queue=(first,))) == {"first"}, "it does not wait for one of a lower priority"
 
 
 AS_PUBLISHED = SloMatch(spare=False)

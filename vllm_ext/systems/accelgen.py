@@ -109,9 +109,9 @@ class SloMatch(Admission):
     Euclid, to what the step has left; this is repeated until none fits. A prompt longer than what is left is cut to it.
 
     A long prompt does not start while another one is computed, with ``exclusive_to_end`` while another one's request is
-    unfinished, unless it is urgent (exclusive request allocation). It does not count as the first one then: others of
-    its priority pass it. At most the first 32 of the others are looked at, and only the urgent ones where there is no
-    room.
+    unfinished (exclusive request allocation), unless that one has a lower priority. It does not count as the first one
+    then: others of its priority pass it. At most the first 32 of the others are looked at, and only the urgent ones
+    where there is no room.
 
     Source: AccelGen, section 4.2 (ERA) and 4.4, Algorithms 1 and 2. Ours: the guard against preempting a request again
     before it got on, that a request that is lost already is not urgent, ``gamma_steps``, ``lost_steps``, and ``spare``:
@@ -166,16 +166,17 @@ class SloMatch(Admission):
 
     def select(self, step: Step, room: Room) -> None:
         """Take the urgent ones, then those that match; of a lower priority only when nobody of a higher one is left."""
-        computing_long = self._computing_long(step)
+        computing = self._priority_of_long(step)
         left_out: list[int] = []
 
         def stays_out(candidate: Candidate) -> bool:
-            out = self._is_long(candidate, step) and not self._may_start(candidate, step)
+            priority = candidate.request.priority
+            out = computing <= priority and self._is_long(candidate, step) and not self._may_start(candidate, step)
             if out:
-                left_out.append(candidate.request.priority)
+                left_out.append(priority)
             return out
 
-        waiting = step.waiting(stays_out if computing_long and room.open else None)
+        waiting = step.waiting(stays_out if computing < math.inf else None)
         for priority, alike in itertools.groupby(waiting, key=lambda candidate: candidate.request.priority):
             if left_out and left_out[0] < priority:
                 return
@@ -183,7 +184,7 @@ class SloMatch(Admission):
             urgent = [hopeful for hopeful in head if hopeful.is_urgent(step)]
             if not self._admit_urgent(step, room, urgent):
                 return
-            self._admit_matching(step, room, [one for one in head if one not in urgent], urgent, computing_long)
+            self._admit_matching(step, room, [one for one in head if one not in urgent], urgent, computing <= priority)
             joined = {*room.admit}
             if more or not room.open or any(hopeful.candidate.req_id not in joined for hopeful in head):
                 return
@@ -269,9 +270,16 @@ class SloMatch(Admission):
             return candidate.aged
         return self._hopeful(candidate, step).is_urgent(step)
 
-    def _computing_long(self, step: Step) -> bool:
+    def _priority_of_long(self, step: Step) -> float:
+        """Return the priority of the long prompt that keeps out those of the same and lower ones; inf: there is none.
+
+        Of several the first one's, whose number is the least.
+        """
+        if not self.exclusive:
+            return math.inf
         begun = itertools.chain(step.prefilling(), step.decoding() if self.exclusive_to_end else ())
-        return self.exclusive and any(request.num_prompt_tokens > self._long_above(step) for request in begun)
+        above = self._long_above(step)
+        return min((request.priority for request in begun if request.num_prompt_tokens > above), default=math.inf)
 
     def _admit_matching(
         self, step: Step, room: Room, rest: list[_Hopeful], urgent: list[_Hopeful], computing_long: bool
