@@ -109,14 +109,16 @@ def test_who_begins_to_answer_is_asked_again_once() -> None:
     assert order.rank(runs._replace(num_output_tokens=1, num_computed_tokens=400), 100.0).until_tokens == math.inf
 
 
-def test_nobody_waits_longer_than_the_age_limit() -> None:
+def test_who_has_waited_long_has_a_share_of_admissions_and_is_not_pushed_out_again() -> None:
     order = SloSlack(age_limit_s=10.0)
-    request = waiting(slo=Slo(ttft_s=1.0))
-    young = order.rank(request, 109.0)
-    assert young.until_s == young.older_only_s == pytest.approx(110.0)
-    aged = order.rank(request, 110.0)
+    assert order.age_limit == (10.0, 0.1)
+    lost = waiting(slo=Slo(ttft_s=1.0))
+    assert order.rank(lost, 109.0) == order.rank(lost, 111.0), "the scheduler gives turns; ranks stay"
+    runs = lost._replace(waiting_since=None, waited_s=10.0)
+    aged = order.rank(runs, 110.0)
     assert (aged.level, aged.until_s, aged.until_tokens, aged.older_only_s) == (AGED, math.inf, math.inf, -math.inf)
     assert aged.key < order.rank(waiting(arrived=110.0, slo=Slo(ttft_s=0.01)), 110.0).key
+    assert order.rank(runs._replace(waited_s=9.0), 110.0).level == 1
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ class ExtConfig(Options):
             key="age_limit_s",
             type=float,
             metavar="S",
-            help="Seconds of waiting after which the oldest requests go first, whatever their length or objective: all "
-            "of them under accelgen, one admission in four under alise and auto",
+            help="Seconds of waiting after which the oldest requests go first, whatever their length or objective: one "
+            "admission in four under alise and auto, one in ten under accelgen",
         ),
         Flag(
             "--ext-optimise --ext-optimize",

@@ -8,8 +8,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from vllm_ext.contract import Admission, Budget, Candidate, Need, Ordering, Rank, RequestView, Room, Split, Step, Victim
-from vllm_ext.contract.aging import AGED_RANK, ages_at
+from vllm_ext.contract import (
+    Admission,
+    AgeLimit,
+    Budget,
+    Candidate,
+    Need,
+    Ordering,
+    Rank,
+    RequestView,
+    Room,
+    Split,
+    Step,
+    Victim,
+)
+from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.contract.checks import require
 from vllm_ext.contract.slack import READING_TBT_S, given_up_at, job_step_s, slack, ttft_s
 from vllm_ext.systems.sarathi import TbtBudget, beside_pressing, fitting_prompt_tokens
@@ -28,8 +41,8 @@ class SloSlack(Ordering):
 
     With ``relegate``, requests whose objective is lost go after all others: under overload the
     earliest deadlines are those just missed, and serving them first makes everybody miss. Among them the shortest goes
-    first. A request that has waited
-    ``age_limit_s`` goes before everybody that has not, oldest first, so that nobody starves.
+    first. Of those that have waited longer than ``age_limit_s`` the oldest have a share of all admissions, and are not
+    pushed out again, so that nobody starves.
 
     Source: AccelGen, section 4.3; relegation and aging are ours (relegation as in Niyama, arXiv 2503.22562).
     """
@@ -41,7 +54,9 @@ class SloSlack(Ordering):
     press_steps: float = 4.0
     """Long steps before a request must run from which on running prompts leave it what it needs."""
     age_limit_s: float = 120.0
-    """Waiting time after which only older requests go before this one, in seconds."""
+    """Waiting from which the oldest requests have a share of all admissions, in seconds."""
+    aged_share: float = 0.1
+    """That share, above 0: of one admission in ten; 1: they go before all others."""
 
     uses_predictions: ClassVar[bool] = True
     needs: ClassVar[frozenset[Need]] = frozenset({Need.STEP_TIMES, Need.OBJECTIVES})
@@ -50,10 +65,16 @@ class SloSlack(Ordering):
         for name in ("lost_steps", "press_steps"):
             require(getattr(self, name) >= 0, f"ordering.{name}", getattr(self, name), "a number of at least 0")
         require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
+        require(0 < self.aged_share <= 1, "ordering.aged_share", self.aged_share, "greater than 0, at most 1")
+
+    @property
+    def age_limit(self) -> AgeLimit:
+        """From when on the oldest have a share."""
+        return AgeLimit(self.age_limit_s, self.aged_share)
 
     def rank(self, request: RequestView, now: float) -> Rank:
-        """Return the place of ``request``; a waiting one must be asked for again when it is lost or aged."""
-        if request.total_wait_s(now) >= self.age_limit_s:
+        """Return the place of ``request``; a waiting one must be asked for again when it is lost."""
+        if request.waiting_since is None and request.waited_s >= self.age_limit_s:
             return AGED_RANK
         left = slack(request, now)
         lost_at = given_up_at(request, left, self.lost_steps)
@@ -63,16 +84,12 @@ class SloSlack(Ordering):
         if request.waiting_since is None:  # the time it has left hardly moves once it has begun to answer
             begins = math.inf if request.num_output_tokens else 1.0
             return Rank((float(level), _RUNS, left.start_by - now), until_s=loses, until_tokens=begins, level=level)
-        ages_s = ages_at(request, self.age_limit_s)
         if lost:  # of those that are lost whatever happens, the shortest leaves most room for the others
-            return Rank(
-                (RELEGATED, _WAITS, float(request.num_tokens)), until_s=ages_s, older_only_s=ages_s, level=level
-            )
+            return Rank((RELEGATED, _WAITS, float(request.num_tokens)), level=level)
         presses_at = left.start_by - self.press_steps * request.step_stats.longest_step_s
         presses = presses_at <= now
-        until = min(ages_s, loses, math.inf if presses else presses_at)
         key = (float(level), _WAITS, left.start_by)
-        return Rank(key, until_s=until, older_only_s=ages_s, level=level, presses=presses)
+        return Rank(key, until_s=min(loses, math.inf if presses else presses_at), level=level, presses=presses)
 
 
 class _Hopeful(NamedTuple):
