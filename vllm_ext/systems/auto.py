@@ -35,6 +35,8 @@ class UrgentFirst(CostOverWait):
     Ours, from measurements of the single systems: see docs/systems/auto.md.
     """
 
+    age_limit_s: float = 120.0
+    """As `CostOverWait.age_limit_s`, but later: under overload each turn is one objective less that is met."""
     horizon_s: float = 5.0
     """How long before it must run a request begins to press, in seconds."""
 
