@@ -111,10 +111,10 @@ def test_a_range_of_the_paper_is_its_least_and_its_largest_figure_beside_ours_an
     assert "Orca" in largest.facts
 
 
-def test_one_switch_is_the_reason_only_where_it_has_the_papers_factor() -> None:
+def test_our_order_is_the_reason_only_where_it_has_the_papers_factor() -> None:
     least, largest = figures._ranged(figures.RANGES[0], windows(AccelGen=50.0), {})
-    assert (least.verdict, least.reason) == ("below", figures.ONE_SWITCH["below"])
-    assert (largest.verdict, largest.reason) == ("below", None)
+    assert (least.verdict, least.reason) == ("below", figures.LOST_FIRST["below"])
+    assert (largest.verdict, largest.reason) == ("below", figures.NO_ORDER["below"])
 
 
 def test_a_baseline_that_finished_nothing_is_not_compared() -> None:

@@ -48,7 +48,7 @@ def test_of_two_seeds_both_values_are_told() -> None:
 
 def test_what_is_beside_a_claim_may_be_of_the_first_seed() -> None:
     first = replace(found(1.0), metrics={"rate_per_s": 1.0, "at_half_per_s": 4.0})
-    assert merged({0: first, 1: found(3.0)}).metrics == {"rate_per_s": 2.0, "at_half_per_s": 4.0}
+    assert merged({0: first, 1: found(3.0)}).metrics == {"rate_per_s": 2.0, "seed 0: at_half_per_s": 4.0}
 
 
 def test_claims_that_a_seed_lacks_are_left_out() -> None:

@@ -18,25 +18,26 @@ _REAL = ", real lengths"
 def merged(found: Mapping[int, Findings]) -> Findings:
     """Return what several seeds found, as one.
 
-    Figures are means over the seeds, and so are metrics that all have; others, tables, pictures and what is said beside
-    a figure are of the first seed. A paper's figure gets Student's 95 % interval, of two seeds both values.
+    Figures are means over the seeds, and so are metrics that all have; others are named after the first seed, of which
+    tables, pictures and what is said beside a figure are. A paper's figure gets Student's 95 % interval, of two seeds
+    both values.
 
     Args:
         found: By seed, at least one, of the same experiment.
     """
-    first, *others = found.values()
+    (seed, first), others = next(iter(found.items())), [*found.values()][1:]
     if not others:
         return first
     every = [first, *others]
     rows = {name: [one.baselines.get(name, {}) for one in every] for name in first.baselines}
     return replace(
         first,
-        metrics=_means([one.metrics for one in every]),
-        baselines={name: _means(values) for name, values in rows.items()},
+        metrics=_means([one.metrics for one in every], seed),
+        baselines={name: _means(values, seed) for name, values in rows.items()},
         claims=[_merged(claims) for claims in _by_name(every)],
         config={**first.config, "seeds": [*found]},
         details={**first.details, "by_seed": {str(seed): dict(one.metrics) for seed, one in found.items()}},
-        tables=[replace(table, title=f"{table.title}; seed {next(iter(found))}".removeprefix("; "))
+        tables=[replace(table, title=f"{table.title}; seed {seed}".removeprefix("; "))
                 for table in first.tables],
     )  # fmt: skip
 
@@ -55,9 +56,12 @@ def beside(drawn: Findings, real: Findings) -> Findings:
     )  # fmt: skip
 
 
-def _means(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: fmean(one[name] for one in of) if all(name in one for one in of) else first
-            for name, first in of[0].items()}  # fmt: skip
+def _means(of: Sequence[Mapping[str, float]], seed: int) -> dict[str, float]:
+    """Return the means of what all seeds have, and what only the first one has, whose number is ``seed``."""
+    common = set(of[0]).intersection(*of)
+    return {name: fmean(one[name] for one in of) for name in of[0] if name in common} | {
+        f"seed {seed}: {name}": value for name, value in of[0].items() if name not in common
+    }
 
 
 def _by_name(every: Sequence[Findings]) -> Iterable[list[Claim]]:

@@ -97,7 +97,8 @@ class Published:
 
 
 SATURATED: Mapping[Verdict, Reason] = {
-    "below": Reason("queueing limits Sarathi-Serve here, not the objective", f"column `{PAPERS} limited by`")
+    "below": Reason("queueing limits Sarathi-Serve here, not the objective", f"column `{PAPERS} limited by`"),
+    "above": Reason("only queueing limits it, and today's engine queues later", f"column `{PAPERS} limited by`"),
 }
 
 
