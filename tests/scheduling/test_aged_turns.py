@@ -112,6 +112,68 @@ def test_a_turn_is_none_before_those_of_higher_priority(priority: int) -> None:
     assert ("long" in order) == (priority == 0)
 
 
+def test_a_turn_is_kept_while_others_have_the_only_place_for_an_adapter() -> None:
+    """The place is free whenever nobody runs: who takes it must not take the turn with it."""
+    rig = unwatched("accelgen", options=LIMIT, max_num_seqs=1)
+    rig.scheduler.lora_config = Loras(1)
+
+    def add(name: str, adapter: int) -> None:
+        rig.lengths[name] = 4
+        request = make_request(
+            name, 10, max_tokens=40, arrival_time=rig.clock(), extra_args={"ttft_slo_ms": 1.0 if adapter == 2 else 6e4}
+        )
+        request.lora_request = LoRARequest(f"adapter-{adapter}", adapter, "x")
+        rig.loop.add(request)
+
+    add("first", 1)
+    rig.step()
+    add("late", 2)
+    for step in range(400):
+        while len(rig.waiting) < 4:
+            add(f"{step}-{len(rig.waiting)}", 1)
+        rig.step(seconds=0.05)
+        if "late" in rig.running:
+            return
+    raise AssertionError("it never joined")
+
+
+def test_a_crowd_of_low_priority_takes_no_turn_from_those_above() -> None:
+    rig = unwatched("accelgen", options=LIMIT, max_num_seqs=2, scheduling_policy="priority")
+    for number in range(4):
+        rig.add(f"short-{number}", 10, length=2, ttft_slo_ms=5000.0)
+    for number in range(80):
+        rig.add(f"low-{number:02}", 10, length=2, priority=5)
+    rig.step()
+    rig.add("lost", 100, length=2, ttft_slo_ms=1.0)
+    for step in range(200):
+        while sum(name.startswith("short") for name in rig.waiting) < 6:
+            rig.add(f"short-{step}-{len(rig.waiting)}", 10, length=2, ttft_slo_ms=5000.0)
+        rig.step(seconds=0.05)
+        assert not any(name.startswith("low") for name in rig.running)
+        if "lost" in rig.running:
+            return
+    raise AssertionError("it never joined")
+
+
+def test_aged_long_prompts_of_one_client_leave_a_gap_for_that_of_another() -> None:
+    """Side by side they kept it out: one of them was always computed, and no turn of theirs is its own."""
+    options = {"admission": {"long_prompt_tokens": 50}, "ordering": {"age_limit_s": 1.0}, "sharing": {"by": "tag"}}
+    rig = unwatched("fair+accelgen", options=options, max_num_seqs=16, max_num_batched_tokens=64, num_blocks=400)
+    for number in range(20):
+        rig.add(f"long-{number:02}", 400, length=2, tag="many")
+    rig.step(seconds=2.0)
+    for step in range(80):
+        for number in range(3):
+            rig.add(f"short-{step}-{number}", 10, length=2, tag="many")
+        if step == 20:
+            rig.add("one", 400, length=2, tag="few")
+        rig.step(seconds=0.05)
+        if "one" in rig.running:
+            assert sum(name.startswith("long") for name in rig.waiting) > 10
+            return
+    raise AssertionError("it never joined")
+
+
 def test_nothing_is_owed_while_nobody_waits_long() -> None:
     counted = turns()
     for _ in range(20):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import filterfalse, islice
 from typing import Any
 
 import numpy as np
@@ -107,14 +108,13 @@ class PoolStep:
     def decoding(self) -> Iterator[RequestView]:
         return (r for r in self.running if r.num_computed_tokens >= r.num_prompt_tokens)
 
-    def waiting(self, but: Callable[[Candidate], bool] | None = None) -> Iterator[Candidate]:
-        for request in self.queue:
-            name = request.req_id
-            candidate = Candidate(
-                name, self._key(request), lambda request=request: request, name in self.aged, name in self.pressing
-            )
-            if but is None or not but(candidate):
-                yield candidate
+    def waiting(self, but: Callable[[Candidate], bool] | None = None, *, past: int = 256) -> Iterator[Candidate]:
+        found = map(self._candidate, self.queue)
+        return islice(found if but is None else filterfalse(but, islice(found, past)), 32)
+
+    def _candidate(self, request: RequestView) -> Candidate:
+        name = request.req_id
+        return Candidate(name, self._key(request), lambda: request, name in self.aged, name in self.pressing)
 
     def is_waiting(self, req_id: str) -> bool:
         return any(request.req_id == req_id for request in self.queue)

@@ -130,7 +130,7 @@ def test_one_long_prompt_at_a_time() -> None:
     assert joins(SloMatch(long_prompt_tokens=500, exclusive=False), free) == {"long", "short", "long too"}
 
 
-def test_an_urgent_long_prompt_starts_beside_another_as_published_and_here_where_it_aged() -> None:
+def test_an_urgent_long_prompt_starts_beside_another_only_as_published() -> None:
     """Two of them in a step make each other late: goodput of a 70B model under overload was 0.4 of what it is now."""
     prefills, policy = half_done(600, 200, step_stats=STEP_STATS), SloMatch(long_prompt_tokens=500)
     urgent = step_of(waiting("long", 600, left_s=0.05), running=(prefills,))
@@ -139,7 +139,9 @@ def test_an_urgent_long_prompt_starts_beside_another_as_published_and_here_where
     assert pushes_out(replace(policy, spare=False), full) == []
     assert pushes_out(replace(policy, spare=False, exclusive_urgent=False), full) == ["r"]
     assert joins(SloMatch(long_prompt_tokens=500, exclusive_urgent=False), urgent) == {"long"}
-    assert joins(policy, replace(urgent, aged=frozenset({"long"}))) == {"long"}
+    aged = replace(urgent, queue=(*urgent.queue, waiting("short", 90)), aged=frozenset({"long"}))
+    assert joins(policy, aged) == {"short"}, "an aged one waits for the gap too, or a crowd of them left none to others"
+    assert joins(policy, replace(aged, running=())) == {"long", "short"}
 
 
 def test_long_prompts_that_stay_out_hold_up_nobody_of_their_priority() -> None:
@@ -154,6 +156,49 @@ def test_long_prompts_that_stay_out_hold_up_nobody_of_their_priority() -> None:
     assert joins(policy, replace(step, queue=(later, waiting("long", 600, priority=2)))) == {"batch"}
     first = waiting("first", 600, priority=-1)
     assert joins(policy, replace(step, queue=(first,))) == {"first"}, "it does not wait for one of a lower priority"
+
+
+def test_several_urgent_long_prompts_start_one_at_a_time() -> None:
+    longs = [waiting(f"long {number}", 600, left_s=0.05) for number in range(3)]
+    policy, step = SloMatch(long_prompt_tokens=500), step_of(*longs, compute=3000, free=200)
+    assert joins(policy, step) == {"long 0"}
+    assert joins(replace(policy, exclusive_urgent=False), step) == {"long 0", "long 1", "long 2"}
+    mixed = replace(step, queue=(longs[0], waiting("patient", 600), waiting("short", 90)))
+    assert joins(policy, mixed) == {"long 0", "short"}
+    ranks = replace(step, queue=(waiting("first", 600), waiting("second", 600, priority=1)))
+    assert joins(policy, ranks) == {"first"}, "nor two of different priorities"
+
+
+def test_of_long_prompts_that_are_computed_that_of_the_best_priority_decides() -> None:
+    prefills = (half_done(600, 200, step_stats=STEP_STATS, priority=3), half_done(600, 100, step_stats=STEP_STATS))
+    step = step_of(waiting("long", 600, priority=1), running=prefills, compute=3000)
+    assert joins(SloMatch(long_prompt_tokens=500), step) == set()
+
+
+def test_who_had_begun_to_answer_comes_back_beside_a_long_prompt() -> None:
+    """It has all its tokens to compute again, but is no new long prompt: it waited for the rest of a stranger's."""
+    prefills = half_done(600, 200, step_stats=STEP_STATS)
+    back = waiting("back", 20)._replace(num_output_tokens=600, num_preemptions=1)
+    assert joins(SloMatch(long_prompt_tokens=500), step_of(back, running=(prefills,))) == {"back"}
+
+
+def test_who_is_long_is_remembered_until_it_joins_or_for_64_steps() -> None:
+    prefills, policy = half_done(600, 200, step_stats=STEP_STATS), SloMatch(long_prompt_tokens=500)
+    long = waiting("long", 600)
+    memo: dict[str, Any] = {}
+    busy = step_of(long, running=(prefills,), memo=memo)
+    assert joins(policy, busy) == set()
+    cached = replace(busy, queue=(long._replace(cached_tokens=300),))
+    assert joins(policy, replace(cached, number=63)) == set()
+    assert joins(policy, replace(cached, number=64)) == {"long"}, "it is not long any more: a prefix has come"
+
+
+def test_no_more_than_so_many_are_passed() -> None:
+    prefills = half_done(600, 200, step_stats=STEP_STATS)
+    longs = [waiting(f"long {number}", 600) for number in range(5)]
+    step = step_of(*longs, waiting("short", 90), running=(prefills,))
+    assert joins(SloMatch(long_prompt_tokens=500, look_past=5), step) == set()
+    assert joins(SloMatch(long_prompt_tokens=500, look_past=6), step) == {"short"}
 
 
 AS_PUBLISHED = SloMatch(spare=False)

@@ -186,11 +186,12 @@ class Step(Protocol):
         """Running requests whose prompt is computed, in no particular order. Cost: a view of each that is looked at."""
         ...
 
-    def waiting(self, but: Callable[[Candidate], bool] | None = None) -> Iterator[Candidate]:
+    def waiting(self, but: Callable[[Candidate], bool] | None = None, *, past: int = 256) -> Iterator[Candidate]:
         """Waiting requests that could join now, best rank first; 32 at most.
 
         Args:
-            but: Whom to leave out, so that they hide nobody behind them. At most 1024 are looked at for it.
+            but: Whom to leave out, so that they hide nobody behind them.
+            past: So many are looked at for that at most, with those that are not left out. Cost: a call each.
         """
         ...
 

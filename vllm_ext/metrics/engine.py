@@ -49,7 +49,7 @@ def _conversations(*names: str) -> Callable[[State], Any]:
 
 
 _ENGINE = (
-    Row(Gauge, "num_requests_waiting", "waiting_by_level", "Waiting requests by queue; -1: past age limit.", "level"),
+    Row(Gauge, "num_requests_waiting", "waiting_by_level", "Waiting requests by queue; -1: aged, in turn.", "level"),
     Row(Gauge, "oldest_wait_seconds", "oldest_wait_s", "Wait so far of the oldest waiting request."),
     Row(Gauge, "longest_wait_seconds", "longest_wait_by_level",
         "Longest time from arrival to admission, of the last 150 to 300 s, by queue: who pays for the order.", "level"),

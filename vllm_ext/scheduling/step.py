@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm_ext.scheduling.waiting_table import WaitingTable
     from vllm_ext.step_time.runtime import RuntimeModel
 
-LOOK_AHEAD, _LOOK_PAST = 32, 1024
+LOOK_AHEAD = 32
 """Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""
 _ASKED_IN_VAIN = 64
 """Requests of which a connector can't tell yet what KV it has that a look comes across at most."""
@@ -213,10 +213,10 @@ class EngineStep:
         half_done = self._engine._inflight_prefills
         return (self._view(request) for request in self._lists.running if request not in half_done)
 
-    def waiting(self, but: Callable[[Candidate], bool] | None = None) -> Iterator[Candidate]:
+    def waiting(self, but: Callable[[Candidate], bool] | None = None, *, past: int = 256) -> Iterator[Candidate]:
         """Waiting requests that could join now, best rank first; who was looked at once in a step is kept."""
         found = self._candidates()
-        return islice(found if but is None else filterfalse(but, islice(found, _LOOK_PAST)), LOOK_AHEAD)
+        return islice(found if but is None else filterfalse(but, islice(found, past)), LOOK_AHEAD)
 
     def _candidates(self) -> Iterator[Candidate]:
         fits, hidden = self._queue.adapters.fits, self._hidden

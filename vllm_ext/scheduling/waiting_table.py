@@ -35,7 +35,7 @@ _BEST_KEPT_CURRENT = 2
 """Requests of best rank that are ranked again before they compete, if prices changed since."""
 _ROUND_EVERY = 4
 """Steps after which one more of those is ranked again that do not compete yet, once prices have changed."""
-_OLDEST_LOOKED_AT = 64
+_OLDEST_LOOKED_AT = 512
 """Requests that arrived first and are looked at for whose turn it is as they have waited longest."""
 _BLOCKED_ASKED = 64
 """Requests whose grammar is being compiled that are looked at in a step, in turn."""
@@ -349,20 +349,22 @@ class WaitingTable(RequestQueue):
         first = next(self._line_up(client), None)
         if self._turns is None or first is None:
             return
-        for entry in islice(self._aged(client, self._turns.limit), _OLDEST_LOOKED_AT):
+        for entry in islice(self._aged(client, self._turns.limit, placed=True), _OLDEST_LOOKED_AT):
             if (*self._turns.rank(entry.request).key, *entry.ties) <= first[0]:
                 yield entry.request
 
-    def _aged(self, client: str, limit: AgeLimit) -> Iterator[Entry]:
-        """Yield those of a client whose adapters have a place and who have waited beyond the limit, oldest first."""
-        lines = [line for adapter, line in self._lines.get(client, {}).items() if self.adapters.fits(adapter)]
+    def _aged(self, client: str, limit: AgeLimit, *, placed: bool) -> Iterator[Entry]:
+        """Yield those of a client who have waited beyond the limit, oldest first; if ``placed``, whose adapters fit."""
+        fits = self.adapters.fits
+        lines = [line for adapter, line in self._lines.get(client, {}).items() if not placed or fits(adapter)]
         oldest = heapq.merge(*(line.by_arrival() for line in lines), key=attrgetter("ties"))
         return takewhile(lambda entry: self._now - entry.ties[0] > limit.limit_s, oldest)
 
     def _note_admission(self, request: Request, client: str) -> None:
         """Count who joined towards the turns of those who have waited longest."""
         if self._turns is not None:
-            aged = next(self._aged(client, self._turns.limit), None) is not None
+            # Whose adapter has no place keeps its turn for when it has: the one who joined may have taken the last.
+            aged = next(self._aged(client, self._turns.limit, placed=False), None) is not None
             self._turns.admitted(client, aged=aged, by_turn=request in self._due)
 
     def _push(self, request: Request) -> None:

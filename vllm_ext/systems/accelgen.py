@@ -30,6 +30,8 @@ from vllm_ext.systems.system import System
 
 IN_TIME, RELEGATED = 0, 1
 _WAITS, _RUNS = 0.0, 1.0
+_KNOWN, _KNOWN_STEPS = "accelgen.long", 64
+"""Where a step notes which waiting requests are long, and for how many steps that holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,64 @@ class _Hopeful(NamedTuple):
         return self.candidate.aged or (not self.resigned and self.remaining_s <= step.step_stats.longest_step_s)
 
 
+class _Longs:
+    """Exclusive request allocation in a step: whom a long prompt of their priority or a higher one keeps out."""
+
+    def __init__(self, policy: SloMatch, step: Step) -> None:
+        self._policy, self._step = policy, step
+        self._above = policy.long_prompt_tokens or step.runtime.pivot.tokens
+        begun = itertools.chain(step.prefilling(), step.decoding() if policy.exclusive_to_end else ())
+        long = (one.priority for one in begun if one.num_prompt_tokens > self._above) if policy.exclusive else ()
+        self._first: float = min(long, default=math.inf)
+        self.passed_over: float = math.inf
+        """The first priority of those that were left out."""
+        self._known: dict[str, int] = {}
+        if policy.exclusive_urgent:
+            # A view of everybody in every step would cost most of it; what is cached of a prompt changes rarely.
+            since, known = step.memo.get(_KNOWN, (-_KNOWN_STEPS, {}))
+            self._known = known if step.number - since < _KNOWN_STEPS else {}
+            step.memo[_KNOWN] = since if known is self._known else step.number, self._known
+
+    @property
+    def computes(self) -> bool:
+        """Whether a long prompt is computed."""
+        return self._first < math.inf
+
+    def keep_out(self, candidate: Candidate) -> bool:
+        """Say whether a request must wait."""
+        if not self.computes:
+            return False
+        priority = self._known.get(candidate.req_id)
+        if priority is None:
+            if not self._is_long(candidate) or self._is_exempt(candidate):
+                return False
+            priority = candidate.request.priority
+            if self._policy.exclusive_urgent:  # else time changes who is exempt
+                self._known[candidate.req_id] = priority
+        return self._first <= priority
+
+    def pass_over(self, candidate: Candidate) -> bool:
+        """Say the same, and note that others may pass."""
+        out = self.keep_out(candidate)
+        if out and self.passed_over == math.inf:
+            self.passed_over = candidate.request.priority
+        return out
+
+    def joined(self, candidate: Candidate) -> None:
+        """Note who joins the step."""
+        self._known.pop(candidate.req_id, None)
+        if self._policy.exclusive and self._is_long(candidate):
+            self._first = min(self._first, candidate.request.priority)
+
+    def _is_long(self, candidate: Candidate) -> bool:
+        return candidate.request.missing_tokens > self._above
+
+    def _is_exempt(self, candidate: Candidate) -> bool:
+        if self._policy.exclusive_urgent:  # but who had begun to answer was started before
+            return candidate.request.num_output_tokens > 0
+        return self._policy.hopeful(candidate, self._step).is_urgent(self._step)
+
+
 def _again(seen: list[Victim], rest: Iterator[Victim]) -> Iterator[Victim]:
     """Yield those who were looked at before, then the others, which are remembered."""
     yield from tuple(seen)
@@ -127,8 +187,9 @@ class SloMatch(Admission):
 
     A long prompt does not start while another one is computed, with ``exclusive_to_end`` while another one's request is
     unfinished (exclusive request allocation), unless that one has a lower priority. It does not count as the first one
-    then: others of its priority pass it. At most the first 32 of the others are looked at, and only the urgent ones
-    where there is no room.
+    then: others of its priority pass it, of the first ``look_past`` that wait. At most the first 32 of the others are
+    looked at, and only the urgent ones where there is no room. Who had begun to answer before it was preempted is no
+    new long prompt.
 
     Source: AccelGen, section 4.2 (ERA) and 4.4, Algorithms 1 and 2. Ours: the guard against preempting a request again
     before it got on, that a request that is lost already is not urgent, ``gamma_steps``, ``lost_steps``, and ``spare``:
@@ -156,7 +217,9 @@ class SloMatch(Admission):
     exclusive_to_end: bool = False
     """Whether its request then keeps other long ones out until it is completed."""
     exclusive_urgent: bool = True
-    """Whether it keeps out urgent ones as well, but for those that aged: two in a step make each other late."""
+    """Whether it keeps out urgent ones as well: two in a step make each other late."""
+    look_past: int = 256
+    """Long prompts that are kept out, and others, that a step looks at to find those behind them."""
     long_prompt_tokens: int = 0
     """Prompts with more to compute than this are long; 0: more than the step at which throughput saturates."""
     preempt: bool = True
@@ -172,7 +235,12 @@ class SloMatch(Admission):
         require(self.gamma_s >= 0, "admission.gamma_s", self.gamma_s, "seconds, at least 0")
         for name in ("gamma_steps", "lost_steps"):
             require(getattr(self, name) >= 0, f"admission.{name}", getattr(self, name), "a number of at least 0")
-        for name, least in (("long_prompt_tokens", 0), ("min_progress_tokens", 1), ("max_victims", 1)):
+        for name, least in (
+            ("long_prompt_tokens", 0),
+            ("min_progress_tokens", 1),
+            ("max_victims", 1),
+            ("look_past", 1),
+        ):
             value = getattr(self, name)
             require(value >= least, f"admission.{name}", value, f"an integer of at least {least}")
 
@@ -183,25 +251,18 @@ class SloMatch(Admission):
 
     def select(self, step: Step, room: Room) -> None:
         """Take the urgent ones, then those that match; of a lower priority only when nobody of a higher one is left."""
-        computing = self._priority_of_long(step)
-        left_out: list[int] = []
-
-        def stays_out(candidate: Candidate) -> bool:
-            priority = candidate.request.priority
-            out = computing <= priority and self._is_long(candidate, step) and not self._may_start(candidate, step)
-            if out:
-                left_out.append(priority)
-            return out
-
-        waiting = step.waiting(stays_out if computing < math.inf else None)
+        longs = _Longs(self, step)
+        # Without room only urgent ones can get in, who stand before all others, or are kept out too.
+        looks_past = longs.computes and (room.open or not self.exclusive_urgent)
+        waiting = step.waiting(longs.pass_over if looks_past else None, past=self.look_past)
         for priority, alike in itertools.groupby(waiting, key=lambda candidate: candidate.request.priority):
-            if left_out and left_out[0] < priority:
+            if longs.passed_over < priority:
                 return
             head, more = self._head(alike, step, room)
             urgent = [hopeful for hopeful in head if hopeful.is_urgent(step)]
-            if not self._admit_urgent(step, room, urgent):
+            if not self._admit_urgent(step, room, urgent, longs):
                 return
-            self._admit_matching(step, room, [one for one in head if one not in urgent], urgent, computing <= priority)
+            self._admit_matching(step, room, [hopeful for hopeful in head if hopeful not in urgent], longs)
             joined = {*room.admit}
             if more or not room.open or any(hopeful.candidate.req_id not in joined for hopeful in head):
                 return
@@ -215,7 +276,7 @@ class SloMatch(Admission):
         first: _Hopeful | None = None
         has_room, group_s = room.open, self._group_s(step)
         for candidate in candidates:
-            hopeful = self._hopeful(candidate, step)
+            hopeful = self.hopeful(candidate, step)
             if not hopeful.is_urgent(step):
                 # In order of slack those after the first one's group are later still.
                 first = first or hopeful
@@ -227,7 +288,8 @@ class SloMatch(Admission):
             found.append(hopeful)
         return found, False
 
-    def _hopeful(self, candidate: Candidate, step: Step) -> _Hopeful:
+    def hopeful(self, candidate: Candidate, step: Step) -> _Hopeful:
+        """Return how the objectives of a waiting request stand."""
         remaining_s, lost = self._standing(candidate.request, step.now)
         return _Hopeful(candidate, remaining_s, lost, lost and not self.lost_urgent)
 
@@ -236,13 +298,16 @@ class SloMatch(Admission):
         left = slack(request, now)
         return left.start_by - now, given_up_at(request, left, self.lost_steps) <= now
 
-    def _admit_urgent(self, step: Step, room: Room, urgent: list[_Hopeful]) -> bool:
+    def _admit_urgent(self, step: Step, room: Room, urgent: list[_Hopeful], longs: _Longs) -> bool:
         """Take the urgent requests in; False if one that aged finds no room, so that nobody may pass it."""
         victims, seen = step.victims(), list[Victim]()
         for hopeful in urgent:
             candidate = hopeful.candidate
+            if longs.keep_out(candidate):
+                continue
             if room.fits(candidate):
                 room.take(candidate)
+                longs.joined(candidate)
                 continue
             if room.tokens < 1:
                 return not candidate.aged
@@ -250,6 +315,7 @@ class SloMatch(Admission):
             leaving = self._leaving(step, room, hopeful, _again(seen, victims)) if may else ()
             if leaving:
                 room.take(candidate, leaving)
+                longs.joined(candidate)
             elif candidate.aged:
                 return False
         return True
@@ -275,36 +341,8 @@ class SloMatch(Admission):
                 return leaving
         return ()
 
-    def _long_above(self, step: Step) -> int:
-        return self.long_prompt_tokens or step.runtime.pivot.tokens
-
-    def _is_long(self, candidate: Candidate, step: Step) -> bool:
-        return self.exclusive and candidate.request.missing_tokens > self._long_above(step)
-
-    def _may_start(self, candidate: Candidate, step: Step) -> bool:
-        """Whether a long prompt may start beside another one."""
-        if self.exclusive_urgent:
-            return candidate.aged
-        return self._hopeful(candidate, step).is_urgent(step)
-
-    def _priority_of_long(self, step: Step) -> float:
-        """Return the priority of the long prompt that keeps out those of the same and lower ones; inf: there is none.
-
-        Of several the first one's, whose number is the least.
-        """
-        if not self.exclusive:
-            return math.inf
-        begun = itertools.chain(step.prefilling(), step.decoding() if self.exclusive_to_end else ())
-        above = self._long_above(step)
-        return min((request.priority for request in begun if request.num_prompt_tokens > above), default=math.inf)
-
-    def _admit_matching(
-        self, step: Step, room: Room, rest: list[_Hopeful], urgent: list[_Hopeful], computing_long: bool
-    ) -> None:
-        joined = [h.candidate for h in urgent if h.candidate.req_id in room.admit]
-        computing_long = computing_long or any(self._is_long(candidate, step) for candidate in joined)
-        if computing_long:
-            rest = [h for h in rest if not self._is_long(h.candidate, step)]
+    def _admit_matching(self, step: Step, room: Room, rest: list[_Hopeful], longs: _Longs) -> None:
+        rest = [hopeful for hopeful in rest if not longs.keep_out(hopeful.candidate)]
         if not rest or not room.open:
             return
         first = rest[0]
@@ -312,13 +350,13 @@ class SloMatch(Admission):
         group = [h.candidate for h in rest if h.lost == first.lost and h.remaining_s <= latest_s]
         while group:
             # What does not fit now may do so once somebody is taken whose prefix it shares.
-            fitting = [c for c in group if not (computing_long and self._is_long(c, step)) and room.fits(c)]
+            fitting = [c for c in group if not longs.keep_out(c) and room.fits(c)]
             if not fitting or (not self.match and fitting[0] is not group[0]):
                 return
             best = min(fitting, key=lambda c: self._distance(step, room, c)) if self.match else fitting[0]
             group.remove(best)
-            computing_long = computing_long or self._is_long(best, step)
             room.take(best)
+            longs.joined(best)
 
     def _group_s(self, step: Step) -> float:
         """Return how much later than the first one a request may be to compete with it, in seconds."""
@@ -452,6 +490,7 @@ ROWS = (
                 "exclusive": True,
                 "exclusive_to_end": True,  # section 4.2: "until the request is completed"
                 "exclusive_urgent": False,  # those "that must run in the next iteration" are no issue
+                "look_past": 4096,  # as good as all
                 "long_prompt_tokens": 4095,  # "long" is 4K tokens and more
                 "preempt": True,
                 "min_progress_tokens": 1,
