@@ -88,8 +88,9 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     assert rooms.rewritten(text) == text
 
 
-SERVER_LINES = 33_200
-"""What a server can come to load, in lines; it may only get less, but for what is new: load reports came with 500."""
+SERVER_LINES = 33_310
+"""What a server can come to load, in lines; it may only get less, but for what is new: load reports came with 500, long
+prompts that hold nobody up with 110."""
 
 
 def test_a_server_loads_little_and_nothing_of_the_tools() -> None:
