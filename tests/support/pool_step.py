@@ -110,7 +110,7 @@ class PoolStep:
 
     def waiting(self, but: Callable[[Candidate], bool] | None = None, *, past: int = 256) -> Iterator[Candidate]:
         found = map(self._candidate, self.queue)
-        return islice(found if but is None else filterfalse(but, islice(found, past)), 32)
+        return found if but is None else filterfalse(but, islice(found, past))
 
     def _candidate(self, request: RequestView) -> Candidate:
         name = request.req_id

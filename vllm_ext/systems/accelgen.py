@@ -31,7 +31,7 @@ from vllm_ext.systems.system import System
 IN_TIME, RELEGATED = 0, 1
 _WAITS, _RUNS = 0.0, 1.0
 _KNOWN, _KNOWN_STEPS = "accelgen.long", 64
-"""Where a step notes which waiting requests are long, and for how many steps that holds."""
+"""Where a step notes which waiting requests are long beside whom, and for how many steps that holds at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +116,17 @@ class _Longs:
         self._policy, self._step = policy, step
         self._above = policy.long_prompt_tokens or step.runtime.pivot.tokens
         begun = itertools.chain(step.prefilling(), step.decoding() if policy.exclusive_to_end else ())
-        long = (one.priority for one in begun if one.num_prompt_tokens > self._above) if policy.exclusive else ()
-        self._first: float = min(long, default=math.inf)
+        long = [one for one in begun if one.num_prompt_tokens > self._above] if policy.exclusive else []
+        self._first: float = min((one.priority for one in long), default=math.inf)
         self.passed_over: float = math.inf
         """The first priority of those that were left out."""
         self._known: dict[str, int] = {}
         if policy.exclusive_urgent:
-            # A view of everybody in every step would cost most of it; what is cached of a prompt changes rarely.
-            since, known = step.memo.get(_KNOWN, (-_KNOWN_STEPS, {}))
-            self._known = known if step.number - since < _KNOWN_STEPS else {}
-            step.memo[_KNOWN] = since if known is self._known else step.number, self._known
+            # A view of everybody in every step would cost most of it; what is cached of a prompt changes with these.
+            computed, (since, of, known) = {one.req_id for one in long}, step.memo.get(_KNOWN, (0, None, {}))
+            if of != computed or step.number - since >= _KNOWN_STEPS:
+                step.memo[_KNOWN] = step.number, computed, (known := {})
+            self._known = known
 
     @property
     def computes(self) -> bool:
@@ -462,7 +463,7 @@ def _next_token_s(request: RequestView) -> float:
 _PAPER = "AccelGen (arXiv 2503.13737)"
 _ALL = 32
 """Requests that the scheduler shows: no bound of ours below that."""
-_NEVER_S = 1e6
+_NEVER_AGED = {"age_limit_s": 1e6, "aged_share": 1.0}
 
 ROWS = (
     System(
@@ -479,7 +480,7 @@ ROWS = (
         admission=SloMatch,
         budget=SloPivotBudget,
         parameters={
-            "ordering": {"relegate": False, "lost_steps": 0.0, "press_steps": 1.0, "age_limit_s": _NEVER_S},
+            "ordering": {"relegate": False, "lost_steps": 0.0, "press_steps": 1.0, **_NEVER_AGED},
             "admission": {
                 "gamma_s": 0.75,
                 "gamma_steps": 0.0,
