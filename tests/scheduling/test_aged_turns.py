@@ -97,9 +97,9 @@ def test_one_without_a_place_for_its_adapter_has_no_turn() -> None:
     assert len(order) > 20
 
 
-def _add_with_adapter(rig: Rig, name: str, adapter: int, *, length: int) -> None:
+def _add_with_adapter(rig: Rig, name: str, adapter: int, *, length: int, **hints: float) -> None:
     rig.lengths[name] = length
-    request = make_request(name, 10, max_tokens=400, arrival_time=rig.clock(), extra_args={"osl": 400})
+    request = make_request(name, 10, max_tokens=400, arrival_time=rig.clock(), extra_args={"osl": 400, **hints})
     request.lora_request = LoRARequest(f"adapter-{adapter}", adapter, "somewhere")
     rig.loop.add(request)
 
@@ -117,20 +117,12 @@ def test_a_turn_is_kept_while_others_have_the_only_place_for_an_adapter() -> Non
     rig = unwatched("accelgen", options=LIMIT, max_num_seqs=1)
     rig.scheduler.lora_config = Loras(1)
 
-    def add(name: str, adapter: int) -> None:
-        rig.lengths[name] = 4
-        request = make_request(
-            name, 10, max_tokens=40, arrival_time=rig.clock(), extra_args={"ttft_slo_ms": 1.0 if adapter == 2 else 6e4}
-        )
-        request.lora_request = LoRARequest(f"adapter-{adapter}", adapter, "x")
-        rig.loop.add(request)
-
-    add("first", 1)
+    _add_with_adapter(rig, "first", 1, length=4, ttft_slo_ms=6e4)
     rig.step()
-    add("late", 2)
+    _add_with_adapter(rig, "late", 2, length=4, ttft_slo_ms=1.0)
     for step in range(400):
         while len(rig.waiting) < 4:
-            add(f"{step}-{len(rig.waiting)}", 1)
+            _add_with_adapter(rig, f"{step}-{len(rig.waiting)}", 1, length=4, ttft_slo_ms=6e4)
         rig.step(seconds=0.05)
         if "late" in rig.running:
             return
