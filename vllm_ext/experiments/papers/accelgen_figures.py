@@ -168,15 +168,10 @@ def fig11(runner: Runner) -> Findings:
     near = {(panel.name, rate): (panel, replace(load, rate_per_s=rate)) for panel, rate in NEAR}
     specs = {
         (*at, c.name): base.spec(c, panel, of, runner.seed)
+        for rows in ((_judged,) if runner.judged_only else (_judged, _beside))
         for at, (panel, of) in (loads | near).items()
-        for c in (*_judged(panel), *(() if at in near else (base.ORACLE,)))
+        for c in rows(panel, crowded=at not in near)
     }
-    if not runner.judged_only:
-        specs |= {
-            (*at, c.name): base.spec(c, panel, of, runner.seed)
-            for at, (panel, of) in (loads | near).items()
-            for c in (*_beside(panel), *(() if at in near else base.READINGS))
-        }
     found = runner.metrics(specs)
     crowded, mild = ({key: one for key, one in found.items() if key[:2] in of} for of in (loads, near))
     pivots = {panel.name: panel.pivot_tokens for panel in panels}
@@ -219,13 +214,15 @@ def fig11(runner: Runner) -> Findings:
     )  # fmt: skip
 
 
-def _judged(panel: base.Panel) -> tuple[Variant, ...]:
+def _judged(panel: base.Panel, *, crowded: bool) -> tuple[Variant, ...]:
     """Whom claims compare."""
-    return (*base.baselines(panel), base.tuned(panel), base.ACCELGEN, base.RELEGATED, base.OURS)
+    rows = (*base.baselines(panel), base.tuned(panel), base.ACCELGEN, base.RELEGATED, base.OURS)
+    return (*rows, base.ORACLE) if crowded else rows
 
 
-def _beside(panel: base.Panel) -> tuple[Variant, ...]:
-    return base.UPSTREAM, base.shortest_prompt_first(panel), base.OURS_UNAGED
+def _beside(panel: base.Panel, *, crowded: bool) -> tuple[Variant, ...]:
+    rows = (base.UPSTREAM, base.shortest_prompt_first(panel), base.OURS_UNAGED)
+    return (*rows, *base.READINGS) if crowded else rows
 
 
 Windows = Mapping[tuple[str, float, str], Metrics]
