@@ -62,7 +62,7 @@ def step_cost(root: Path) -> str:
     return Table(["", "running", *queues.values()], rows).markdown()
 
 
-_RANKED = ("below", "above", "matched", "tendency", "not comparable")
+_RANKED = ("below", "above", "matched", "not comparable", "tendency")
 """Verdicts: a figure of several claims has the first that one of them has."""
 _COUNTED: Mapping[str, str] = {
     "matched": "matched",
@@ -100,7 +100,9 @@ def papers(root: Path) -> str:
         what, paper, here, ours, tuned = ("<br>".join(column) if any(column) else ""
                                           for column in zip(*columns, strict=True))  # fmt: skip
         link, judged = f"[{name}](../../benchmarks/results/repro/{name}.json)", f"**{verdict}**{of_which}"
-        rows.append([link, what, paper, here, judged, "<br>".join(reasons), ours, tuned, result.measured_at])
+        seeds = len(result.data["config"].get("seeds", ()))
+        at = result.measured_at + (f", {seeds} seeds" if seeds else "")
+        rows.append([link, what, paper, here, judged, "<br>".join(reasons), ours, tuned, at])
     header = ["figure", "claim", "paper", "here", "verdict", "reason", "ours", "ours over tuned vLLM", "measured at"]
     return Table(header, rows).markdown()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.results import Workload
 from vllm_ext.report.table import Table
-from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -36,6 +36,8 @@ class Variant:
     """Fields of `EngineSpec` in which it differs from the others."""
     hardware: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `HardwareSpec` in which its device differs: bytes of a KV element."""
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `CostSpec` in which its steps take longer or shorter."""
     workload: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `WorkloadSpec` in which its clients differ: what they announce."""
     start: float = 1.0
@@ -49,7 +51,7 @@ class Variant:
             engine=EngineSpec(system=self.system, options=dict(self.options), **{**LIMITS, **engine, **self.engine}),
             hardware=HardwareSpec(**{**hardware.model_dump(exclude_unset=True), **self.hardware}),
             workload=WorkloadSpec(**{**workload, **self.workload}),
-            **more,
+            **{**more, "cost": CostSpec(**self.cost)} if self.cost else more,
         )
 
 

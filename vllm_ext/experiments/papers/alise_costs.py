@@ -23,7 +23,7 @@ from vllm_ext.simulation.spec import Limits
 NOT_SIMULATED = {
     "Figures 1, 3 and 4": "drawings",
     "Figure 7": "the data sets' lengths, which the workloads are drawn from",
-    "Table 2": "needs the data set's texts: benchmarks/prediction/prediction.py has our errors on public ones",
+    "Table 2, all but throughput": "of a predictor, not simulated: docs/prediction.md has ours on public texts",
 }
 """Figures and tables without an experiment, and why."""
 MODEL, DEVICE, DATASET = base.JUDGED, "v100", "sharegpt"
@@ -50,7 +50,9 @@ def fig2(runner: Runner) -> Findings:
     error, panel = base.PAPER_ERROR[DATASET], (MODEL, DATASET)
     eight, tuned = base.ours_in_8_bits(error), base.in_8_bits(base.VLLM_TUNED)
     fcfs, paper = base.VLLM_2023, base.alise(error)
-    shown = [fcfs, paper] if runner.quick else [fcfs, base.VLLM, tuned, paper, base.never_aged(error), eight]
+    shown = [fcfs, paper]
+    if not runner.quick:
+        shown += [tuned, eight] if runner.judged_only else [base.VLLM, tuned, base.never_aged(error), eight]
     duration_s = base.QUICK_S[DATASET] if runner.quick else base.PANELS[panel][0]
     start = {c.name: base.PANELS[panel][1] * c.start for c in shown}
     found = runner.sustained(

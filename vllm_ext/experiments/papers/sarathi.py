@@ -144,8 +144,9 @@ WORKLOAD = [WorkloadSpec(**lengths(dataset), num_requests=1000, seed=0) for data
 # --- Table 4 ----------------------------------------------------------------------------------------------------------
 
 HYBRID, CHUNKED, COMBINED, DYNAMIC = "hybrid-batching-only", "chunked-prefills-only", "combined", "combined, dynamic"
-TUNED = "vLLM 0.32, tuned"
-NAMES = (HYBRID, CHUNKED, COMBINED, DYNAMIC, TUNED)
+HALF = f"{HYBRID}, half the tokens"
+VLLM, TUNED = "vLLM 0.32", "vLLM 0.32, tuned"
+NAMES = (HYBRID, HALF, CHUNKED, COMBINED, DYNAMIC, VLLM, TUNED)
 PUBLISHED = {
     CHATS: {HYBRID: (0.56, 1.08), CHUNKED: (1.04, 0.34), COMBINED: (0.85, 0.29)},
     ARTICLES: {HYBRID: (4.18, 1.76), CHUNKED: (4.86, 0.38), COMBINED: (3.03, 0.35)},
@@ -158,8 +159,8 @@ TTFT, TBT = "P50 TTFT", "P99 TBT"
 TIMES = {TTFT: "ttft_p50_ms", TBT: "tbt_p99_ms"}
 HEADLINES = ((CHATS, HYBRID, TBT), (ARTICLES, HYBRID, TBT), (ARTICLES, CHUNKED, TTFT))
 """What either technique lacks alone; of TTFT where the paper's figure is the larger one."""
-SHORTER: Mapping[Verdict, Reason] = {
-    "above": Reason("the combined system's P99 TBT is a third lower here", "columns `P99 TBT s` and `paper's TBT`")
+LARGER: Mapping[Verdict, Reason] = {
+    "above": Reason("whole prompts fill steps of a whole context here", f"row `{HALF}`")
 }
 WHOLE: Mapping[Verdict, Reason] = {
     "above": Reason("chunks cost hardly more per token than whole prompts here", "sarathi-fig11"),
@@ -181,9 +182,11 @@ def table4_rows(dataset: str) -> dict[str, Variant]:
     objective = {"slo": {"tbt_ms": 1000 * PUBLISHED[dataset][COMBINED][1]}}
     rows = (
         row(HYBRID, "sarathi-hybrid-only", whole),
+        row(HALF, "sarathi-hybrid-only", whole // 2),
         row(CHUNKED, "sarathi-chunked-only", TOKENS, options=fixed),
         row(COMBINED, PAPER.row, TOKENS, options=fixed),
         row(DYNAMIC, "sarathi", whole, options=objective, engine={"profiled": True}),
+        row(VLLM, "upstream-fcfs", VLLM_TOKENS),
         row(TUNED, "upstream-fcfs", TOKENS, engine={"watermark": 0.05}),
     )
     return {one.name: one for one in rows}
@@ -198,7 +201,8 @@ def table4_rows(dataset: str) -> dict[str, Variant]:
         "the simulated hardware; rows at the rates of the published experiments (1 and 0.5/s) are in the table.",
         "The published experiments have a budget of 512 tokens, the paper's table says 1024: 1024 here.",
         "The paper does not say how chunks and decodes take turns without hybrid batches: every other step is one of "
-        "decodes here. Whole prompts may take one whole context (8192 or 16384 tokens) of a step.",
+        "decodes here. Whole prompts may take one whole context (8192 or 16384 tokens) of a step, in a row beside it "
+        "half of one, which cuts the longest.",
         "The dynamic budget is told the P99 TBT that the paper's combined system reached (0.29 and 0.35 s). It trades "
         "one for the other: told 0.2 s instead, it had P50 TTFTs of 0.92 and 3.78 s, above the paper's, and P99 TBTs "
         "of 0.18 and 0.19 s (one trace).",
@@ -282,7 +286,7 @@ def _table4_claims(data: str, shown: Mapping[tuple[str, str], Mapping[str, float
             tuned=tuned[what] / dynamic[what],
             headline=(data, alone, what) in HEADLINES,
             facts=f"{theirs:.3g} s against {combined[what]:.3g} s",
-            reasons={(HYBRID, TBT): SHORTER, (HYBRID, TTFT): WHOLE}.get((alone, what), {}),
+            reasons={(HYBRID, TBT): LARGER, (HYBRID, TTFT): WHOLE}.get((alone, what), {}),
         )
     yield PaperClaim(
         name=f"{data}: {TBT} of {COMBINED}, s",
