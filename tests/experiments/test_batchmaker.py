@@ -13,6 +13,7 @@ import pytest
 from vllm_ext.experiments.batching import curves, workloads
 from vllm_ext.experiments.batching.curves import Point, peak, reductions
 from vllm_ext.experiments.batching.merging import merge_cells, merge_operators
+from vllm_ext.experiments.data import Files, files_of
 from vllm_ext.experiments.experiment import Findings
 from vllm_ext.experiments.papers import batchmaker, batchmaker_cell, batchmaker_trees
 from vllm_ext.experiments.runner import Runner
@@ -80,8 +81,35 @@ def test_merging_groups_by_depth_and_kind(tmp_path: Path) -> None:
     assert len(merge_operators([graph, graph], operators=3)) == 31 * 3
 
 
-def _bench(folder: Path) -> Runner:
-    return Runner(quick=True, seed=0, pool=InProcessPool(lambda _: {}), store=PointStore(folder).__enter__())
+def _bench(folder: Path, files: Files | None = None) -> Runner:
+    store = PointStore(folder / "store").__enter__()
+    return Runner(quick=True, seed=0, pool=InProcessPool(lambda _: {}), store=store, files=files)
+
+
+def test_sentences_translations_and_trees_are_those_of_files(tmp_path: Path) -> None:
+    long = " ".join(["a"] * (batchmaker.LONGEST + 1))
+    (tmp_path / "wmt_en_de.tsv").write_text(f"en\tde\nIt is so .\tSo ist es\na\tein b\n{long}\ta\n", encoding="utf-8")
+    (tmp_path / "sst.txt").write_text("(3 (2 It) (4 (2 is) (3 it)))\n(1 no)\n", encoding="utf-8")
+    bench = _bench(tmp_path, files_of(tmp_path))
+    requests, data = batchmaker.sentences(bench)
+    assert (data.name, data.rows) == (f"wmt_en_de.tsv, at most {batchmaker.LONGEST}", 2)
+    assert {int(one.graph.times[0]) for one in requests.arrivals(1.0, 50, 0)} == {4, 1}
+    assert batchmaker.sentences(bench, 3)[1].rows == 1
+    requests, _ = batchmaker_trees.translations(bench)
+    assert {one.lengths[1] for one in requests.arrivals(1.0, 50, 0)} == {3, 2}
+    requests, data = batchmaker_trees.tree_requests(bench)
+    assert (data.name, data.rows) == ("sst.txt", 2)
+    assert {len(one.graph.cell) for one in requests.arrivals(1.0, 50, 0)} == {5, 1}
+    assert bench.files.served == {"wmt_en_de.tsv", "sst.txt"}
+
+
+def test_equal_sentences_and_trees_are_of_no_file(tmp_path: Path) -> None:
+    (tmp_path / "wmt.tsv").touch()
+    (tmp_path / "sst.txt").touch()
+    bench = _bench(tmp_path, files_of(tmp_path))
+    batchmaker.sentences(bench, fixed=24)
+    batchmaker_trees.tree_requests(bench, fixed=True)
+    assert not bench.files.served
 
 
 def test_eight_requests_come_and_go_as_in_the_papers_text(tmp_path: Path) -> None:

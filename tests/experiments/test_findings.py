@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.experiments import catalogue, report
+from vllm_ext.experiments.data import Files
 from vllm_ext.experiments.runner import Limits, Runner, Sustained
 from vllm_ext.report.claim import PaperClaim
 from vllm_ext.simulation.spec import SimulationSpec
@@ -33,7 +34,7 @@ class AnyMetric(dict[str, float]):
 
 class MadeUp(Runner):
     def __init__(self, *, quick: bool = True, judged_only: bool = False) -> None:
-        self.quick, self.seed, self.files, self.judged_only = quick, 0, {}, judged_only
+        self.quick, self.seed, self.files, self.judged_only = quick, 0, Files({}), judged_only
         self.asked = 0
 
     def metrics(self, specs: Mapping[Any, SimulationSpec]) -> dict[Any, Any]:

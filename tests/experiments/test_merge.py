@@ -62,15 +62,19 @@ def test_claims_that_a_seed_lacks_are_left_out() -> None:
 def test_real_lengths_stand_behind_the_drawn_ones() -> None:
     drawn, real = (
         Findings(
-            tables=[Table(("x",), [(value,)])], metrics={"rate": value}, workload=[],
-            claims=[PaperClaim(name="ratio", goal=1.0, value=value, headline=True)],
+            tables=[Table(("x",), [(value,)]), Table(("y",), [(3.0,)], "Of no file")], workload=[],
+            claims=[PaperClaim(name="ratio", goal=1.0, value=value, headline=True),
+                    PaperClaim(name="of no file", goal=1.0, value=3.0)],
+            metrics={"rate": value, "of_no_file": 3.0},
         )
         for value in (1.0, 2.0)
     )  # fmt: skip
-    both = beside(drawn, real)
+    both = beside(drawn, real, {"sharegpt.json", "alpaca.json"})
     assert [(claim.name, claim.value, claim.headline) for claim in both.claims] == [
         ("ratio", 1.0, True),
+        ("of no file", 3.0, False),
         ("ratio, real lengths", 2.0, False),
     ]
-    assert [table.title for table in both.tables] == ["", "real lengths"]
-    assert both.metrics == {"rate": 1.0, "real lengths: rate": 2.0}
+    assert [table.title for table in both.tables] == ["", "Of no file", "real lengths"]
+    assert both.metrics == {"rate": 1.0, "of_no_file": 3.0, "real lengths: rate": 2.0}
+    assert both.config["real_lengths"] == ["alpaca.json", "sharegpt.json"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_ext.experiments.data import files_of
+from vllm_ext.experiments.data import Files, files_of
 from vllm_ext.experiments.papers import past_future_engines as engines
 from vllm_ext.experiments.papers import past_future_windows as windows
 from vllm_ext.experiments.runner import Runner
@@ -42,7 +42,7 @@ def test_a_window_of_history_is_not_compared_with_its_own_requests() -> None:
     assert windows.neighbours(trace(*lengths.tolist()), 100, 100) == (0.0, 0.0)
 
 
-def made(files: dict[str, dict[str, object]]) -> Runner:
+def made(files: Files) -> Runner:
     return Runner(quick=True, seed=0, pool=None, store=None, files=files)  # type: ignore[arg-type]
 
 
@@ -51,19 +51,24 @@ def test_traces_are_read_in_the_order_of_their_file(tmp_path: Path) -> None:
     numbers = range(1, windows.LEAST_REQUESTS + 2)
     lines = [header, *(f"{number},GPT-4,1,{number},1,Conversation log" for number in numbers)]
     (tmp_path / "burstgpt.csv").write_text("\n".join([*lines, "9,GPT-4,1,7,8,API log"]), encoding="utf-8")
-    files = files_of(tmp_path)
     with pytest.raises(ValueError, match=r"burstgpt\.csv: must have at least 5500 requests, found 1"):
-        windows.traces(made(files))
-    del files["burstgpt-api"]
-    (found,) = windows.traces(made(files)).values()
-    assert found.outputs.tolist() == list(numbers)
-    assert found.workload.name == "burstgpt.csv"
+        windows.traces(made(files_of(tmp_path)))
+    lines += [f"{number},GPT-4,1,7,8,API log" for number in numbers]
+    (tmp_path / "burstgpt.csv").write_text("\n".join(lines), encoding="utf-8")
+    files = files_of(tmp_path)
+    conversations, api = windows.traces(made(files)).values()
+    assert conversations.outputs.tolist() == list(numbers)
+    assert {*api.outputs.tolist()} == {7}
+    assert conversations.workload.name == "burstgpt.csv"
+    assert files.served == {"burstgpt.csv"}
 
 
 def test_without_files_every_trace_is_drawn_and_one_of_several_services_changes() -> None:
-    found = windows.traces(made({"alpaca-like": {}}))
+    files = Files({"alpaca": [Path("alpaca.json")]})
+    found = windows.traces(made(files))
+    assert not files.served
     assert [*found] == [*windows.TRACES]
-    assert (windows.traces(made({}))["burstgpt-api"].outputs == found["burstgpt-api"].outputs).all()
+    assert (windows.traces(made(Files({})))["burstgpt-api"].outputs == found["burstgpt-api"].outputs).all()
     near, everywhere = windows.neighbours(found["burstgpt-api"], 1000, 500)
     assert near > everywhere + 0.02
     near, everywhere = windows.neighbours(found["burstgpt-conversations"], 1000, 500)

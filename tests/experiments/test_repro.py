@@ -275,6 +275,55 @@ def test_a_quick_run_says_nothing_of_the_paper(
         assert "rate ratio" not in shown
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Has one data set, of two lengths."""
+    made = tmp_path / "data"
+    made.mkdir()
+    (made / "alpaca.csv").write_text("num_prefill_tokens,num_decode_tokens\n16,4\n18,5\n", encoding="utf-8")
+    return made
+
+
+def test_nothing_is_of_real_lengths_where_a_figure_serves_no_file(
+    run_one: Callable[..., int], tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Figures of the cost model printed their values once more as those of real lengths."""
+    page = tmp_path / "page.html"
+    assert run_one("--data", str(folder), "--html", str(page)) == 0
+    printed = capsys.readouterr()
+    for shown in (printed.err, page.read_text(encoding="utf-8")):
+        assert "no real lengths: this figure serves no data set of the folder of --data" in shown
+        assert ", real lengths" not in shown
+    result = json.loads(printed.out.splitlines()[-1])
+    assert [*result["metrics"]] == ["requests"]
+    assert len(result["claims"]) == 1
+    assert printed.err.count(": run ") == 1, "drawn lengths are not served a second time"
+
+
+def test_real_lengths_stand_beside_drawn_ones_under_the_name_of_their_file(
+    run_one: Callable[..., int], monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def two(runner: Runner) -> Findings:
+        spec = SimulationSpec(
+            engine=EngineSpec(num_blocks=200),
+            cost=CostSpec(kind="constant"),
+            workload=WorkloadSpec(source="alpaca-vllm", num_requests=3),
+        )
+        output = runner.metrics({"x": spec})["x"]["output_tokens"]
+        return replace(findings(claim(ours=output)), metrics={"output_tokens": output})
+
+    experiment = replace(STUDY, id="tiny", run=two)
+    monkeypatch.setattr(catalogue, "experiments", lambda: {"tiny": experiment})
+    assert run_one("--data", str(folder)) == 0
+    printed = capsys.readouterr()
+    assert "real lengths are those of alpaca.csv" in printed.err
+    result = json.loads(printed.out.splitlines()[-1])
+    assert 12 <= result["metrics"]["real lengths: output_tokens"] <= 15 != result["metrics"]["output_tokens"]
+    assert [one["name"] for one in result["claims"]] == ["rate ratio", "rate ratio, real lengths"]
+    assert result["config"]["real_lengths"] == ["alpaca.csv"]
+    assert "--data DIR" in result["command"]
+
+
 def test_page_has_the_claims_the_figures_and_the_differences(run_one: Callable[..., int], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert run_one("--html", str(page)) == 0

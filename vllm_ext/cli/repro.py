@@ -6,10 +6,10 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_ext.cli.command import FAILED, Failed, Parser, UsageError, guarded, need
 from vllm_ext.report import common_flags, provenance, results
@@ -60,7 +60,7 @@ def _is_stale(folder: Path, name: str) -> bool:
 
 def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
     """Run one; what goes wrong is told, so that the others can follow."""
-    from vllm_ext.experiments.data import files_of
+    from vllm_ext.experiments.data import Files, files_of
     from vllm_ext.experiments.evidence import Evidence
     from vllm_ext.experiments.merge import beside, merged
     from vllm_ext.experiments.report import page, result, tables
@@ -88,14 +88,15 @@ def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
         with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
             seeds = range(args.seed, args.seed + (1 if args.quick else args.repeats or experiment.repeats))
 
-            def found(files: Mapping[str, Any]) -> Findings:
+            def found(files: Files) -> Findings:
                 shared = {"quick": args.quick, "pool": pool, "store": store, "on_point": tell, "files": files}
                 runners = (Runner(seed=seed, judged_only=seed > args.seed, **shared) for seed in seeds)
                 return merged({runner.seed: experiment.run(runner) for runner in runners})
 
-            findings = found({})
+            files = Files({}) if args.data is None else files_of(args.data)
+            findings = found(files)
             if args.data is not None:
-                findings = beside(findings, found(files_of(args.data)))
+                findings = beside(found(Files({})) if files.served else findings, findings, files.served)
         findings = replace(findings, config={**findings.config, **evidence.config(experiment)})
         if args.quick and experiment.paper:
             findings = replace(findings, claims=())  # a trace of minutes has said twice what the full run says
@@ -147,7 +148,8 @@ def _parser() -> Parser:
         "--data",
         type=Path,
         metavar="DIR",
-        help="serve real lengths too, of files DIR/alpaca.*, sharegpt.*, arxiv.*, burstgpt.*, mooncake.*",
+        help="serve real lengths beside the drawn ones, where a figure has one of the data sets alpaca, sharegpt, "
+        "arxiv, burstgpt, mooncake, wmt and sst: its file NAME.*, or else the only NAME_*, in DIR or below it",
     )
     parser.add_argument(
         "--stale",

@@ -13,6 +13,8 @@ from vllm_ext.report.intervals import half_width
 _LEAST_FOR_STUDENT = 3
 """Two values give an interval of 13 times their spread, which every figure would lie in: they are told as they are."""
 _REAL = ", real lengths"
+REAL_LENGTHS = "real_lengths"
+"""Of a result's configuration: files whose lengths were served beside the drawn ones."""
 
 
 def merged(found: Mapping[int, Findings]) -> Findings:
@@ -42,17 +44,25 @@ def merged(found: Mapping[int, Findings]) -> Findings:
     )  # fmt: skip
 
 
-def beside(drawn: Findings, real: Findings) -> Findings:
-    """Return what drawn lengths gave, with tables and claims of the real ones behind it."""
+def beside(drawn: Findings, real: Findings, files: Iterable[str]) -> Findings:
+    """Return what drawn lengths gave, with tables and claims of the real ones behind it.
 
-    def named(claims: Sequence[Claim]) -> list[Claim]:
-        return [replace(claim, name=claim.name + _REAL, headline=False) for claim in claims]
+    What is equal in both is not repeated: no file has a part in it.
 
-    tables = [replace(table, title=(table.title + _REAL).removeprefix(", ")) for table in real.tables]
-    metrics = {f"real lengths: {name}": value for name, value in real.metrics.items()}
+    Args:
+        drawn: What is told first.
+        real: The same experiment's.
+        files: Names of those that were served; none if the experiment serves none of them.
+    """
+    tables = [replace(table, title=(table.title + _REAL).removeprefix(", "))
+              for table in real.tables if table not in drawn.tables]  # fmt: skip
+    claims = [replace(claim, name=claim.name + _REAL, headline=False)
+              for claim in real.claims if claim not in drawn.claims]  # fmt: skip
+    metrics = {f"real lengths: {name}": value
+               for name, value in real.metrics.items() if drawn.metrics.get(name) != value}  # fmt: skip
     return replace(
-        drawn, tables=[*drawn.tables, *tables], claims=[*drawn.claims, *named(real.claims)],
-        metrics={**drawn.metrics, **metrics},
+        drawn, tables=[*drawn.tables, *tables], claims=[*drawn.claims, *claims],
+        metrics={**drawn.metrics, **metrics}, config={**drawn.config, REAL_LENGTHS: sorted(files)},
     )  # fmt: skip
 
 

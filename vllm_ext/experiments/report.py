@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.experiments.experiment import Experiment, Findings, served
+from vllm_ext.experiments.merge import REAL_LENGTHS
 from vllm_ext.report.claim import Claim, PaperClaim
 from vllm_ext.report.page import Chart, Page, Section, Verdict, facts_of
 from vllm_ext.report.provenance import measured_at
@@ -47,15 +48,25 @@ def _explained(claim: Claim) -> Claim:
 
 def tables(experiment: Experiment, findings: Findings) -> list[object]:
     """Return what is shown on a terminal: the measurements, the claims, and what is not as in the paper."""
+    measured = [*findings.tables, *_of_files(findings)]
     if not experiment.paper:
-        return [*findings.tables]
+        return measured
     return [
         f"{experiment.id}: {experiment.title}\n{experiment.paper}; measured as {experiment.row}\n",
-        *findings.tables,
+        *measured,
         "",
         _compared(findings.claims) or _NO_VERDICT,
         "\n".join(["\nnot as in the paper:", *(f"- {line}" for line in experiment.differences), ""]),
     ]
+
+
+def _of_files(findings: Findings) -> list[str]:
+    """Return a line on the files of ``--data``; none without it."""
+    files = findings.config.get(REAL_LENGTHS)
+    if files is None:
+        return []
+    served = f"real lengths are those of {', '.join(files)}"
+    return ["\n" + (served if files else "no real lengths: this figure serves no data set of the folder of --data")]
 
 
 def page(experiment: Experiment, findings: Findings, made: Result) -> Page:
@@ -69,6 +80,7 @@ def page(experiment: Experiment, findings: Findings, made: Result) -> Page:
     sections = [Section(title="Figures", charts=charts)] if charts else []
     sections += [Section(title=table.title or f"Table {at}", table=replace(table, title=""))
                  for at, table in enumerate(findings.tables, start=1)]  # fmt: skip
+    sections += [Section(title="Files", text=line.strip()) for line in _of_files(findings)]
     if experiment.paper:
         compared = _compared(made.claims)
         beside = Section(title=f"Beside {experiment.paper}", table=compared, text="" if compared else _NO_VERDICT)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from vllm_ext.experiments.data import with_files
+from vllm_ext.experiments.data import Files, with_files
 from vllm_ext.experiments.grid import Grid, Metrics
 from vllm_ext.simulation.measure.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec
@@ -51,13 +51,13 @@ class Runner:
         pool: Where simulations run; entered by the caller.
         store: Where their metrics are kept; opened by the caller.
         on_point: Told of every simulation.
-        files: Of data sets that are served in place of presets, see `data.files_of`.
+        files: Of data sets that are served in place of presets; it tells afterwards which were.
         judged_only: Whether only what claims compare is asked for: curves and rows beside it are of the first seed.
     """
 
     def __init__(
         self, *, quick: bool, seed: int, pool: Pool, store: PointStore, on_point: OnPoint | None = None,
-        files: Mapping[str, Mapping[str, Any]] | None = None, judged_only: bool = False,
+        files: Files | None = None, judged_only: bool = False,
     ) -> None:  # fmt: skip
         self.quick = quick
         self.judged_only = judged_only
@@ -65,7 +65,7 @@ class Runner:
         self.pool = pool
         self.store = store
         self._on_point = on_point
-        self.files = files or {}
+        self.files = files or Files({})
 
     def metrics(self, specs: Mapping[K, SimulationSpec]) -> dict[K, Metrics]:
         """Simulate, and return the metrics under the same keys.
@@ -138,7 +138,7 @@ class Runner:
         return run
 
     def _served(self, spec: SimulationSpec) -> SimulationSpec:
-        return with_files(spec, self.files) if self.files else spec
+        return with_files(spec, self.files)
 
     def _serving(self, make: Callable[[float], SimulationSpec]) -> Callable[[float], SimulationSpec]:
         return lambda rate: self._served(make(rate))

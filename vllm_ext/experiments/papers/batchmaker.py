@@ -17,6 +17,7 @@ from vllm_ext.report.table import Table
 
 if TYPE_CHECKING:
     from vllm_ext.experiments.batching.curves import Manner, Point, Requests
+    from vllm_ext.experiments.batching.workloads import Data
 
 NOT_SIMULATED = {
     "Figures 2.1, 2.2, 2.4, 2.6 and 2.12": "drawings",
@@ -35,7 +36,8 @@ LONGEST = 130
 DATA = (
     "Sentences are made up: log-normal lengths with the paper's mean (24) and 99th percentile (100). The longest has "
     f"330 words in the paper and {LONGEST} here, with which padded batching has the paper's peak, 16K requests/s. How "
-    "many lie between 100 and 330 words is not stated, and it decides that peak: see a table of batchmaker-fig7."
+    "many lie between 100 and 330 words is not stated, and it decides that peak: see a table of batchmaker-fig7. "
+    "`--data DIR` serves the pairs of a file of WMT too."
 )
 SUSTAINED = "A load is sustained while its P90 latency is at most 500 ms; the peak is the highest throughput of those."
 DIFFERENCES = (SYSTEM, DEVICE, PADDING, DATA, SUSTAINED)
@@ -59,15 +61,22 @@ def loads(runner: Runner) -> tuple[float, ...]:
     return QUICK_LOADS if runner.quick else LOADS
 
 
+def pairs(runner: Runner, longest: int) -> Data:
+    """Return sentences and their translations of at most so many words: those of WMT, where its file is, or made up."""
+    from vllm_ext.experiments.batching import workloads
+
+    file = runner.files.of("wmt")
+    found = workloads.read_pairs(file) if file else workloads.pairs(2_000 if runner.quick else 20_000, runner.seed)
+    return workloads.clipped(found, longest)
+
+
 def sentences(runner: Runner, longest: int = LONGEST, fixed: int | None = None) -> tuple[Requests, Any]:
     """Return LSTM requests and their data: sentences of at most ``longest`` words, or all of ``fixed``."""
     from vllm_ext.cellular.models import build
-    from vllm_ext.experiments.batching import workloads
     from vllm_ext.experiments.batching.curves import Requests
+    from vllm_ext.experiments.batching.workloads import Data
 
-    data = workloads.clipped(workloads.pairs(2_000 if runner.quick else 20_000, runner.seed), longest)
-    if fixed is not None:
-        data = workloads.Data(f"sentences of {fixed} words", [[fixed, fixed]])
+    data = Data(f"sentences of {fixed} words", [[fixed, fixed]]) if fixed else pairs(runner, longest)
     rows = [{"tokens": [0] * source} for source, _ in data.rows]
     model = build("lstm", hidden=1, vocabulary=1, classes=0)
     return Requests(model, rows, shape=lambda row: len(row["tokens"])), data.workload

@@ -40,6 +40,8 @@ DECODER = 3.0
 """A decoder's step over an encoder's: decoding is 75 % of the work (section 2.7.4)."""
 INTERNAL, LEAF = 5 / 4, 3 / 8
 """Work of a TreeLSTM's cells over that of an LSTM's: products of 2h x 5h and h x 3h instead of 2h x 4h."""
+VOCABULARY = 1 << 17
+"""Words of all trees, at most: SST has 21,000."""
 TREES = (
     base.SYSTEM,
     base.DEVICE,
@@ -48,7 +50,8 @@ TREES = (
     "as measured here (see benchmarks/cellular/cellular.py): the paper has no figure for it. To launch DyNet's "
     f"operators costs nothing here; `{LAUNCHED}` has what a task of cellular batching costs. To cellular batching "
     f"itself a node costs nothing more than its row; `{FITTED}` has the paper's peak.",
-    "Trees are made up with the shape of Stanford TreeBank's: 19 leaves, depth 11 on average.",
+    "Trees are made up with the shape of Stanford TreeBank's: 19 leaves, depth 11 on average. `--data DIR` serves "
+    "those of a file of SST too.",
     base.SUSTAINED,
 )
 
@@ -59,7 +62,7 @@ def translations(runner: Runner) -> tuple[Requests, Any]:
     from vllm_ext.experiments.batching import workloads
     from vllm_ext.experiments.batching.curves import Requests
 
-    data = workloads.clipped(workloads.pairs(2_000 if runner.quick else 20_000, runner.seed), base.LONGEST)
+    data = base.pairs(runner, base.LONGEST)
     rows = [{"tokens": [0] * source, "max_steps": 2 * workloads.LONGEST} for source, _ in data.rows]
     model = build("seq2seq", hidden=1, vocabulary=2)
     hidden = [{1: target} for _, target in data.rows]
@@ -143,15 +146,21 @@ def fig13(runner: Runner) -> Findings:
 
 
 def tree_requests(runner: Runner, fixed: bool = False) -> tuple[Requests, Any]:
-    """Return TreeLSTM requests and their data; ``fixed`` is the complete tree of 16 leaves."""
+    """Return TreeLSTM requests and their data: trees of SST, where its file is, or made up.
+
+    ``fixed`` is the complete tree of 16 leaves.
+    """
     from vllm_ext.cellular.models import build
     from vllm_ext.experiments.batching import workloads
     from vllm_ext.experiments.batching.curves import Requests
 
-    data = workloads.trees(300 if runner.quick else 3_000, runner.seed)
     if fixed:
         data = workloads.Data("complete trees of 16 leaves", [workloads.complete(16)])
-    model = build("treelstm", hidden=1, vocabulary=1 << 14, classes=0)
+    elif file := runner.files.of("sst"):
+        data = workloads.read_trees(file)
+    else:
+        data = workloads.trees(300 if runner.quick else 3_000, runner.seed)
+    model = build("treelstm", hidden=1, vocabulary=VOCABULARY, classes=0)
     return Requests(model, [{"tree": tree} for tree in data.rows]), data.workload
 
 

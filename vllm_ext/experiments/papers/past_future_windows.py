@@ -87,8 +87,8 @@ def neighbours(trace: Trace, history: int, running: int) -> tuple[float, float]:
 
 def traces(runner: Runner) -> dict[str, Trace]:
     """Return the traces of files, where there are any of them, or drawn ones."""
-    names = [name for name in TRACES if name in runner.files] or TRACES
-    return {name: _read(runner.files[name]) if name in runner.files else _drawn(name, runner) for name in names}
+    found = {name: _read(fields) for name in TRACES if (fields := runner.files.source(name))}
+    return found or {name: _drawn(name, runner) for name in TRACES}
 
 
 def _read(fields: Mapping[str, Any]) -> Trace:
