@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,12 @@ from vllm_ext.report.table import Table
 def result(experiment: Experiment, findings: Findings, *, command: str, seed: int, quick: bool) -> Result:
     """Return the findings in the common format."""
     name, rows, sha256 = served(findings.workload)
-    published = {"paper": experiment.paper, "row": experiment.row, "differences": list(experiment.differences)}
+    published = {
+        "paper": experiment.paper,
+        "row": experiment.row,
+        "differences": list(experiment.differences),
+        "tables": {title: table.cells() for title, table in _titled(findings.tables)},
+    }
     return Result(
         name=experiment.id,
         command=command,
@@ -38,6 +43,12 @@ def result(experiment: Experiment, findings: Findings, *, command: str, seed: in
         baselines=findings.baselines,
         claims=[_explained(one) for one in findings.claims],
     )
+
+
+def _titled(tables: Sequence[Table]) -> Iterator[tuple[str, Table]]:
+    """Yield tables with what they are called: their titles, or their numbers."""
+    for at, table in enumerate(tables, start=1):
+        yield table.title or f"Table {at}", replace(table, title="")
 
 
 def _explained(claim: Claim) -> Claim:
@@ -78,8 +89,7 @@ def page(experiment: Experiment, findings: Findings, made: Result) -> Page:
         for plot in findings.plots
     ]  # fmt: skip
     sections = [Section(title="Figures", charts=charts)] if charts else []
-    sections += [Section(title=table.title or f"Table {at}", table=replace(table, title=""))
-                 for at, table in enumerate(findings.tables, start=1)]  # fmt: skip
+    sections += [Section(title=title, table=table) for title, table in _titled(findings.tables)]
     sections += [Section(title="Files", text=line.strip()) for line in _of_files(findings)]
     if experiment.paper:
         compared = _compared(made.claims)
@@ -154,6 +164,8 @@ def _section(raw: dict[str, Any], stem: str) -> str:
     claims = of_paper(raw["claims"])
     rows = [(f"**{claim.name}**" if claim.headline else claim.name, *_row(claim)[1:]) for claim in claims]
     lines.append(Table(_HEADER, rows).markdown().rstrip())
+    for title, (header, *cells) in config.get("tables", {}).items():
+        lines += ["", f"**{title}**", "", Table(header, cells).markdown().rstrip()]
     lines += ["", "Not as in the paper:", ""]
     lines += [f"- {difference}" for difference in config["differences"]]
     for suffix in config["plots"]:

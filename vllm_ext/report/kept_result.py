@@ -51,9 +51,17 @@ def _part(name: str, value: Any) -> str:
         return f"{key}: {_braced(rows, '{}')}"
     if name in _BY_LINE and value:
         if isinstance(value, Mapping):
-            return f"{key}: {_braced((f' {json.dumps(each)}: {_compact(value[each])}' for each in value), '{}')}"
+            return f"{key}: {_braced((f' {json.dumps(each)}: {_setting(each, value[each])}' for each in value), '{}')}"
         return f"{key}: {_braced((f' {_compact(each)}' for each in value), '[]')}"
     return f"{key}: {_compact(value)}"
+
+
+def _setting(name: str, value: Any) -> str:
+    if name != "tables":
+        return _compact(value)
+    tables = (f"  {json.dumps(title)}: {_braced((f'   {_compact(row)}' for row in rows), '[]')}"
+              for title, rows in value.items())  # fmt: skip
+    return _braced(tables, "{}")
 
 
 def _filled(metrics: Mapping[str, float], indent: str) -> str:
