@@ -125,9 +125,32 @@ def test_a_baseline_that_finished_nothing_is_not_compared() -> None:
 
 
 def test_who_decides_alike_is_not_compared() -> None:
-    tokens = {("OPT-13B", 8.0, c.name): {figures.TOKENS: 5.0} for c in (base.ACCELGEN, base.ORACLE)}
-    claim = figures._beside_oracle(tokens)
-    assert (claim.value, claim.verdict) == (1.0, "not comparable")
+    metrics = {figures.TOKENS: 5.0, figures.GOODPUT: 4.0}
+    claims = [*figures._beside_oracle({("OPT-13B", 8.0, c.name): metrics for c in (base.ACCELGEN, base.ORACLE)})]
+    assert [(claim.value, claim.verdict) for claim in claims] == [(1.0, "not comparable")] * 2
+    assert [claim.goal for claim in claims] == [0.88, pytest.approx(0.943, abs=1e-3)]
+
+
+def test_what_aging_costs_is_told_beside_the_wait_and_what_it_cost_before() -> None:
+    rows = {base.OURS: (90.0, 150.0), base.OURS_UNAGED: (100.0, 100.0), base.OURS_OLDEST_FIRST: (80.0, 200.0)}
+    found = {("OPT-13B", 8.0, c.name): {figures.TOKENS: tokens, figures.WAIT: wait}
+             for c, (tokens, wait) in rows.items()}  # fmt: skip
+    tokens, wait = figures._aging(found, "")
+    assert (tokens.value, wait.value) == (0.9, 50.0)
+    assert tokens.facts == "OPT-13B at 8/s 0.9, oldest first / never aged 0.8"
+    assert not wait.met
+    del found["OPT-13B", 8.0, base.OURS_OLDEST_FIRST.name]
+    assert [claim.value for claim in figures._aging(found, "")] == [0.9, 50.0]
+
+
+def test_a_system_that_finished_nothing_has_no_wait() -> None:
+    columns, found = (figures.TOKENS, figures.WAIT), {("OPT-13B", "Orca"): {figures.TOKENS: 3.0}}
+    assert figures.table(found, ("m", "s"), columns).rows == [("OPT-13B", "Orca", 3.0, None)]
+    assert figures.values(found, "{}.".format, columns)["baselines"] == {"Orca": {f"OPT-13B.{figures.TOKENS}": 3.0}}
+
+
+def test_fewer_steps_in_the_same_time_are_longer_ones() -> None:
+    assert figures.fewer(figures.STEPS)({figures.STEPS: 30.0}, {figures.STEPS: 20.0}) == 0.5
 
 
 def test_a_figure_is_a_table_with_our_row_as_metrics_and_others_as_baselines() -> None:

@@ -11,6 +11,8 @@ from vllm_ext.experiments.experiment import Variant
 from vllm_ext.experiments.papers import accelgen as base
 from vllm_ext.experiments.papers import accelgen_batches as batches
 from vllm_ext.experiments.papers import accelgen_methods as methods
+from vllm_ext.simulation.cost.spec import build as build_cost
+from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.simulation.measure.run_data import Events, RequestRow, RequestTable, RunData, StepEvent
 from vllm_ext.simulation.workloads.build import build
 
@@ -60,6 +62,14 @@ def test_objectives_of_section_3_are_four_multiples_of_the_reading_speed() -> No
     assert [r.slo for r in hidden] == [r.slo for r in told]
     assert all(r.extra_args for r in told)
     assert not any(r.extra_args for r in hidden)
+
+
+def test_steps_on_a_slower_device_take_that_much_longer() -> None:
+    (orca, *_), panel = base.baselines(base.OPT_13B), base.OPT_13B
+    described = base.spec(base.slower(orca, panel, 8.0), panel, LOAD, 0)
+    shape = StepShape(8, 1000, 7, 8, 7000, 993, 993 * 994 / 2)
+    took_s = build_cost(described.hardware.resolve(), described.cost).device_s(shape)
+    assert took_s == pytest.approx(8.0 * panel.cost.device_s(shape), rel=0.02)  # gaps between kernels stay
 
 
 def policies(variant: Variant) -> systems.Policies:

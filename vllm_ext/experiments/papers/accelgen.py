@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_ext.experiments.experiment import Paper, Variant
+from vllm_ext.simulation.cost.devices import find_device
 from vllm_ext.simulation.cost.roofline import pivot_tokens
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.cost.spec import build as build_cost
@@ -71,6 +72,7 @@ BOOKS_SHARE = 0.35
 SHORT_SOURCES = {"alpaca": ("alpaca-vllm", 52_000), "sharegpt": ("sharegpt-vllm", 90_000)}
 """Tier -> preset, and how many requests the paper's data set has."""
 BOOKS = "books"
+LONGER = "steps {:g} times as long"
 _NEVER_S = 1e6
 
 
@@ -162,6 +164,10 @@ OURS_UNAGED = Variant(
     name="accelgen, ours, never aged", system="accelgen", options={"ordering": {"age_limit_s": _NEVER_S}}
 )
 """Without the age limit of 120 s, which costs output for an end to waiting."""
+OURS_OLDEST_FIRST = Variant(
+    name="accelgen, ours, oldest first", system="accelgen", options={"ordering": {"aged_share": 1.0}}
+)
+"""Who has waited 120 s goes before all others, not in one admission of ten."""
 ORACLE = _published("Oracle", "oracle-accelgen")
 UPSTREAM = Variant(name="vLLM 0.32 fcfs", system="upstream-fcfs")
 ABLATIONS = (
@@ -210,6 +216,17 @@ def shortest_prompt_first(panel: Panel) -> Variant:
             "ordering": {"theta": 0.0, "gamma": 1e-6, "age_limit_s": _NEVER_S},
             "admission": {"kv_reserve": 0.05, "max_passed": 0},  # in order, as vLLM with its watermark of 5 %
         },
+    )
+
+
+def slower(variant: Variant, panel: Panel, factor: float) -> Variant:
+    """Return a variant on devices whose every rate is divided by ``factor``."""
+    device = find_device(panel.hardware.device)
+    rates = ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "weight_efficiency", "link_efficiency")
+    return replace(
+        variant,
+        name=f"{variant.name}, {LONGER.format(factor)}",
+        cost={name: getattr(device, name) / factor for name in rates},
     )
 
 

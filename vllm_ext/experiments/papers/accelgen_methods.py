@@ -199,7 +199,7 @@ FEWER = {base.BOOKS: SMALL_STEPS, "alpaca": SERVED, "sharegpt": windows.ALL_IN_T
         "does it say of which models the ranges are: ours are over OPT-13B (memory is short) and Llama-3-70B (compute "
         "is), as those of accelgen-fig13.",
     ),
-    repeats=3,
+    repeats=5,
 )
 def fig14(runner: Runner) -> Findings:
     """Does AccelGen gain most where prompts are long?
@@ -207,12 +207,13 @@ def fig14(runner: Runner) -> Findings:
     Method: the window of Figure 11, with requests of one data set only; AccelGen over each of the paper's baselines.
     """
     (load, _, told), panels = windows.setting(runner), (base.OPT_13B, base.LLAMA_70B)
+    beside = () if runner.judged_only else (base.UPSTREAM,)
     found = runner.metrics(
         {
             (data, panel.name, c.name): _alone(base.spec(c, panel, load, runner.seed), data)
             for data in IMPROVED
             for panel in panels
-            for c in (*base.baselines(panel), base.tuned(panel), base.ACCELGEN, base.OURS)
+            for c in (*base.baselines(panel), base.tuned(panel), base.ACCELGEN, base.OURS, *beside)
         }
     )
     models = [panel.name for panel in panels]

@@ -112,7 +112,8 @@ def fig8(_: Runner) -> Findings:
         for one, other in permutations(rows, 2)
         if one[0] == other[0] and one[1] <= other[1] and one[2] <= other[2]
     ]
-    whole, unknown = max(largest.values()), Reason("the text names no length of the prompt", "columns `prompt of ...`")
+    whole = max(largest.values())
+    unknown = Reason("the text names no length of the prompt", "columns `prompt of 1024` to `prompt of 8192`")
     claims = [
         PaperClaim(name="step with a whole prompt / of decodes alone", kind="up to", goal=28.3, value=whole,
                    facts="largest by column: " + ", ".join(f"{name} {ratio:.3g}" for name, ratio in largest.items()),
