@@ -71,6 +71,7 @@ def _with_scheduler(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     if config.attention.kernel != STOCK:
         config = features.choose_attention_kernel(config, vllm_config)
     config = features.let_gaps_be_crossed(config, vllm_config)
+    config = features.objectives_in_milliseconds(config, vllm_config)
     vllm_config.additional_config = with_options(vllm_config.additional_config, ext_config.to_dict(config))
     groups = features.needed_groups(config, usage)
     for name in groups:

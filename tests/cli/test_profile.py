@@ -11,11 +11,13 @@ import pytest
 
 from vllm_ext.cli import profile as module
 from vllm_ext.cli.profile import objectives_report, pivot_report, report
+from vllm_ext.config import SloConfig
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.step_time.fit import RegimeError, TermSupport
 from vllm_ext.step_time.pivot_search import PivotFound
 from vllm_ext.step_time.profile import Profile
-from vllm_ext.step_time.runtime import Coefficients, Pivot, StepFeatures
+from vllm_ext.step_time.runtime import Coefficients, Pivot, RuntimeModel, StepFeatures
+from vllm_ext.systems import in_milliseconds
 
 PROFILE = Profile(
     model="org/model",
@@ -49,7 +51,13 @@ def test_the_report_tells_the_objectives_of_sarathi_serve() -> None:
     """1 ms, 32 decodes of 20 us, 131,072 tokens of context at 40 ns: 6.88 ms."""
     said = objectives_report(PROFILE)
     assert "times 6.88 ms for 32 decodes of 4096 tokens" in said
-    assert "--tbt-slo-ms 34.4 (strict, 5 x), --tbt-slo-ms 172 (relaxed, 25 x)" in said
+    assert "--tbt-slo-ms 34.4 (strict, or 5x), --tbt-slo-ms 172 (relaxed, or 25x)" in said
+
+
+def test_an_objective_of_the_report_is_what_its_multiple_comes_to() -> None:
+    started = RuntimeModel(PROFILE.coefficients)
+    for times, told_ms in (("5x", 34.4), ("25x", 172.0)):
+        assert in_milliseconds(SloConfig(tbt_ms=times), lambda: started) == SloConfig(tbt_ms=told_ms)
 
 
 def test_the_report_tells_what_the_steps_had_no_data_for() -> None:

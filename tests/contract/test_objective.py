@@ -77,6 +77,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wrong within a class": ({"classes": {"gold": {"tbt_ms": 0}}}, r"tbt_ms=0"),
     "no such option of a class": ({"classes": {"gold": {"shed": True}}}, r"slo\.classes\.gold\.shed=True: unknown"),
     "shed is no boolean": ({"shed": 1}, r"slo\.shed=1"),
+    "no times at all": ({"tbt_ms": "0x"}, r"slo\.tbt_ms='0x': must be a number of milliseconds greater than 0, or"),
+    "a negative multiple": ({"tbt_ms": "-5x"}, r"slo\.tbt_ms='-5x': must be"),
+    "infinite times": ({"tbt_ms": "9" * 400 + "x"}, r"slo\.tbt_ms='999"),
+    "milliseconds as text": ({"tbt_ms": "5"}, r"slo\.tbt_ms='5': must be"),
+    "nothing before the x": ({"classes": {"gold": {"tbt_ms": "x"}}}, r"slo\.classes\.gold\.tbt_ms='x': must be"),
+    "a multiple with an exponent": ({"tbt_ms": "1e3x"}, r"slo\.tbt_ms='1e3x': must be"),
+    "a gap that is true": ({"tbt_ms": True}, r"slo\.tbt_ms=True: must be"),
+    "an infinite gap": ({"tbt_ms": math.inf}, r"slo\.tbt_ms=inf: must be"),
+    "a multiple of something else": ({"ttft_ms": "5x"}, r"slo\.ttft_ms='5x': must be a number"),
     "margin of zero": ({"shed_margin": 0}, r"slo\.shed_margin=0: must be greater than 0"),
 }
 
@@ -91,6 +100,20 @@ def test_options_are_the_same_after_the_way_through_json() -> None:
     options = {"ttft_bucket_ms": [100, 300], "shed": True, "classes": {"gold": {"tbt_ms": 50}}}
     parsed = parse({"slo": options})
     assert parse(config.to_dict(parsed)) == parsed
+
+
+@pytest.mark.parametrize("given", ["5x", "25x", "2.5x", ".5x", 100.0, 100])
+def test_a_gap_may_be_a_multiple(given: str | float) -> None:
+    parsed = parse({"slo": {"tbt_ms": given, "classes": {"gold": {"tbt_ms": given}}}})
+    assert parsed.slo.tbt_ms == parsed.slo.classes["gold"].tbt_ms == given
+    assert type(parsed.slo.tbt_ms) is (str if isinstance(given, str) else float)
+    assert parse(config.to_dict(parsed)) == parsed
+
+
+def test_a_multiple_is_no_objective_of_a_request() -> None:
+    """Whoever starts an engine turns it into milliseconds: `vllm_ext.systems.in_milliseconds`."""
+    with pytest.raises(ValueError, match="5x"):
+        resolve(NO_HINTS, 5, slo(tbt_ms="5x"))
 
 
 def test_the_flags_set_the_options() -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from vllm_ext.hooks import __main__ as command
 from vllm_ext.hooks import fingerprint as module
-from vllm_ext.hooks.fingerprint import fingerprint, fingerprint_source, forget_sources, read_module
+from vllm_ext.hooks.fingerprint import fingerprint, forget_sources
+from vllm_ext.hooks.sources import fingerprint_source, read_module
 
 PLAIN = "def f(a, b=1):\n    return a + b\n"
 

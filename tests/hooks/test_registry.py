@@ -10,6 +10,7 @@ import pytest
 from tests.support.upstream import INSTALLED, WITHOUT, is_for_installed, needs
 from vllm_ext.cli import patches as command
 from vllm_ext.hooks import registry, verified, versions
+from vllm_ext.hooks.__main__ import overriding
 from vllm_ext.hooks.errors import UpstreamChanged
 from vllm_ext.hooks.feature import overridable, target_of
 from vllm_ext.hooks.patch import Hook, Patch, Reliance, resolve_owner
@@ -64,7 +65,7 @@ def test_the_file_of_a_version_names_what_is_relied_upon_and_nothing_else(versio
     """If not: python -m vllm_ext.hooks --source SOURCE --write VERSION."""
     wanted = {hook.target for hook in HOOKS}
     known = set(verified.of_version(version))
-    wanted |= {target_of(base, name) for _, classes in registry.overriding() for one in classes
+    wanted |= {target_of(base, name) for _, classes in overriding() for one in classes
                for name, bases in overridable(one) for base in bases}  # fmt: skip
     assert known - wanted == set()
 

@@ -38,6 +38,18 @@ BAD = {
         ["--ext-attention-kernel ours: must be one of stock, own, auto"],
     ),
     "TTFT": ([*SYSTEM, "--ttft-slo-ms", "0"], ["--ttft-slo-ms 0.0: must be greater than 0"]),
+    "TBT": (
+        [*SYSTEM, "--tbt-slo-ms", "0x"],
+        ["--tbt-slo-ms 0x: must be a number of milliseconds greater than 0, or a multiple of a decode step such as"],
+    ),
+    "TBT by a step of unknown time": (
+        [*SYSTEM, "--tbt-slo-ms", "5x"],
+        ["--tbt-slo-ms 5x: needs measured step times: run `vllm-ext profile`, add --ext-profile auto; or name millis"],
+    ),
+    "TBT of a class by a step of unknown time": (
+        options(slo={"classes": {"chat": {"tbt_ms": "25x"}}}),
+        ["vllm_ext.slo.classes.chat.tbt_ms='25x': needs measured step times"],
+    ),
     "TTFT twice": (
         [*SYSTEM, "--ttft-slo-ms", "5", "--ttft-slo-bucket-ms", "1,2"],
         ["--ttft-slo-bucket-ms 1.0,2.0: must not be given beside ttft_ms"],

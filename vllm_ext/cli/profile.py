@@ -225,15 +225,14 @@ def report(profile: Profile) -> str:
 
 def objectives_report(profile: Profile) -> str:
     """Return the objectives for gaps between tokens that Sarathi-Serve sets on such a device, section 5.1."""
-    from vllm_ext.step_time.runtime import RuntimeModel, StepFeatures
-    from vllm_ext.systems.sarathi import TbtBudget
+    from vllm_ext.step_time.runtime import RuntimeModel
+    from vllm_ext.systems.sarathi import TbtBudget, decode_steps_ms
 
-    decodes, context = TbtBudget.reference_decodes, TbtBudget.reference_context
-    step_ms = 1000 * RuntimeModel(profile.coefficients).step_time_s(StepFeatures(decodes, 0, decodes * context))
-    strict, relaxed = (f"--tbt-slo-ms {times * step_ms:.3g}" for times in (5, 25))
+    step, strict, relaxed = (decode_steps_ms(times, RuntimeModel(profile.coefficients)) for times in (1, 5, 25))
     return (
-        f"gaps between tokens by Sarathi-Serve's rule, times {step_ms:.3g} ms for {decodes} decodes of {context} "
-        f"tokens: {strict} (strict, 5 x), {relaxed} (relaxed, 25 x)"
+        f"gaps between tokens by Sarathi-Serve's rule, times {step:g} ms for {TbtBudget.reference_decodes} decodes of "
+        f"{TbtBudget.reference_context} tokens: --tbt-slo-ms {strict:g} (strict, or 5x), --tbt-slo-ms {relaxed:g} "
+        "(relaxed, or 25x)"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.config.model import Flag, Options
+from vllm_ext.config.model import Flag, Options, number_or_text
 
 BLOCK_TOKENS = 64
 """Tokens of a KV block under a tier unless the user says otherwise: see docs/conversations.md."""
@@ -54,13 +54,6 @@ def _gib(value: object) -> float | str | None:
     return float(value) if isinstance(value, int) else value  # type: ignore[return-value]
 
 
-def _gib_of(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 class KvTierConfig(Options):
     """KV blocks in host memory: how much, in which form, and which of them go first."""
 
@@ -69,7 +62,7 @@ class KvTierConfig(Options):
     gib: Annotated[
         float | Literal["auto"] | None,
         PlainValidator(_gib),
-        Flag("--kv-tier-gib", type=_gib_of, metavar="GIB|auto"),
+        Flag("--kv-tier-gib", type=number_or_text, metavar="GIB|auto"),
     ] = None
     """Host memory for KV blocks that leave the device, in GiB, for all workers of an engine together. 0 switches the
     tier off. ``auto`` takes twice the device's KV, but at most 30 % of the host memory that is free, which the replicas

@@ -42,6 +42,14 @@ def comma_list(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
+def number_or_text(text: str) -> float | str:
+    """Return the number that a text says, or the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 @dataclass(frozen=True)
 class Flag:
     """A flag that sets a field, or an entry of a field that is an object of parameters.

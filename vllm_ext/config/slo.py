@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Annotated, ClassVar, Self
 
 from annotated_types import MaxLen
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, PlainValidator, StringConstraints, model_validator
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.config.model import Flag, Options, comma_list
+from vllm_ext.config.model import Flag, Options, comma_list, number_or_text
 from vllm_ext.hints import MAX_TAG_CHARS, HintError, RequestHints
 
 BUCKET_TOKENS = 512
@@ -23,6 +25,16 @@ _Tag = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TAG_CHARS)]
 def _numbers(text: str) -> list[float]:
     """Split ``1,2.5`` at its commas."""
     return [float(item) for item in comma_list(text)]
+
+
+def _gap(value: object) -> float | str | None:
+    """Check milliseconds, or a multiple of a decode step such as ``5x``."""
+    multiple = re.fullmatch(r"(\d+\.?\d*|\.\d+)x", value) if isinstance(value, str) else None
+    number = float(multiple[1]) if multiple else value
+    fits = isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf
+    if not (fits or value is None):
+        raise ValueError("must be a number of milliseconds greater than 0, or a multiple of a decode step such as 5x")
+    return float(value) if isinstance(value, int) else value  # type: ignore[return-value]
 
 
 class SloClass(Options):
@@ -41,8 +53,11 @@ class SloClass(Options):
     """Objectives for the time to the first token by prompt length: up to 512 tokens, up to 1,024, and so on. Beyond the
     last bucket the last objective grows in proportion. Can't be combined with ``ttft_ms``."""
 
-    tbt_ms: Annotated[Milliseconds | None, Flag("--tbt-slo-ms", metavar="MS")] = None
-    """Objective for every gap between tokens, for requests that bring none; the token budget of sarathi follows it."""
+    tbt_ms: Annotated[
+        float | str | None, PlainValidator(_gap), Flag("--tbt-slo-ms", type=number_or_text, metavar="MS|Nx")
+    ] = None
+    """Objective for every gap between tokens, for requests that bring none; the token budget of sarathi follows it. A
+    multiple such as ``5x`` is of a step with 32 decodes of 4,096 tokens each, by the runtime model's ``profile``."""
 
     jct_ms: Annotated[Milliseconds | None, Flag("--jct-slo-ms", metavar="MS")] = None
     """Objective for the time to the last token, for requests that bring none."""

@@ -42,12 +42,12 @@ def resolve(hints: RequestHints, num_prompt_tokens: int, config: SloConfig) -> S
     Args:
         hints: What the client said.
         num_prompt_tokens: Length of the prompt, which TTFT objectives by bucket depend on.
-        config: Defaults and classes.
+        config: Defaults and classes, all in milliseconds.
     """
     named = config.classes.get(hints.tag) if hints.tag is not None else None
     levels: tuple[SloClass, ...] = (config,) if named is None else (named, config)
     ttft = hints.ttft_slo_ms
-    tbt = hints.tbt_slo_ms
+    tbt: float | str | None = hints.tbt_slo_ms
     jct = hints.jct_slo_ms
     for level in levels:
         ttft = level.ttft_of(num_prompt_tokens) if ttft is None else ttft
@@ -58,5 +58,5 @@ def resolve(hints: RequestHints, num_prompt_tokens: int, config: SloConfig) -> S
     return Slo(ttft_s=_seconds(ttft), tbt_s=_seconds(tbt), e2e_s=_seconds(jct))
 
 
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / _MS
+def _seconds(milliseconds: float | str | None) -> float | None:
+    return None if milliseconds is None else float(milliseconds) / _MS

@@ -10,16 +10,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vllm_ext.files import replaced
 from vllm_ext.hooks import registry, verified
-from vllm_ext.hooks.feature import overridable, target_of
-from vllm_ext.hooks.fingerprint import fingerprint, fingerprint_source, read_module
+from vllm_ext.hooks.feature import Feature, overridable, target_of
+from vllm_ext.hooks.fingerprint import fingerprint
 from vllm_ext.hooks.patch import Addition, Hook, resolve
+from vllm_ext.hooks.sources import fingerprint_source, read_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +68,7 @@ def _write(source: Path, version: str) -> int:
 def _overridden(source: Path, version: str) -> dict[str, str]:
     """Return what our classes override in a source, which may have methods that the vLLM installed has not."""
     found = {}
-    for feature, classes in registry.overriding():
+    for feature, classes in overriding():
         for qualified in classes if version in (feature.only or (version,)) else ():
             for name, bases in overridable(qualified):
                 for target in (target_of(base, name) for base in bases):
@@ -76,6 +78,14 @@ def _overridden(source: Path, version: str) -> dict[str, str]:
                         continue
                     break
     return found
+
+
+def overriding() -> Iterator[tuple[Feature, tuple[str, ...]]]:
+    """Yield which classes of ours override methods of vLLM's, with the feature they are for."""
+    for names in registry.GROUPS.values():
+        for module in (importlib.import_module(f"vllm_ext.patches.{name}") for name in names):
+            if hasattr(module, "OVERRIDING"):
+                yield module.FEATURE, module.OVERRIDING
 
 
 def _in_source(source: Path, target: str) -> str:

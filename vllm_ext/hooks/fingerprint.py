@@ -11,9 +11,7 @@ import ast
 import functools
 import hashlib
 import inspect
-import tarfile
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _SKIPPED_FIELDS = frozenset({"type_params", "type_comment", "type_ignores", "kind"})
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _hashes: WeakKeyDictionary[FunctionType, tuple[CodeType, str]] = WeakKeyDictionary()
 """Hashes of live functions, each with the code it was made of: parsing a file takes far longer than all else here."""
 
@@ -42,27 +40,6 @@ def fingerprint(function: Callable[..., Any], *, ignore: Callable[[Any], bool] =
             names.append(_code_name(function))
         function = inner
     return "+".join([_live_hash(function), *names])
-
-
-def fingerprint_source(text: str, qualname: str) -> str:
-    """Return the fingerprint of ``qualname`` (``function`` or ``Class.method``) in the source text of a module.
-
-    Wrappers that decorators add are not seen here.
-
-    Raises:
-        LookupError: The text does not define it.
-    """
-    body: Sequence[ast.AST] = ast.parse(text).body
-    node: ast.AST | None = None
-    for name in qualname.split("."):
-        found = [n for n in _definitions(body) if n.name == name]
-        if not found:
-            raise LookupError(f"{qualname} is not defined here")
-        node = found[-1]  # the last definition of a name wins
-        body = node.body
-    if not isinstance(node, FunctionNode):
-        raise LookupError(f"{qualname} is no function")
-    return hash_function(node)
 
 
 def hash_function(node: FunctionNode) -> str:
@@ -86,7 +63,7 @@ def _dump(node: object) -> Iterator[str]:
         yield f"({type(node).__name__}"
         for name in sorted(node._fields):
             value = getattr(node, name, None)
-            if name == "body" and isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
+            if name == "body" and isinstance(node, DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
                 value = node.body[1:]
             if name in _SKIPPED_FIELDS or (value is None and not isinstance(node, ast.Constant)) or value == []:
                 continue
@@ -116,18 +93,6 @@ def _merge_texts(values: list[ast.expr]) -> list[ast.expr]:
                 continue
         merged.append(value)
     return merged
-
-
-def _definitions(body: Sequence[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Yield definitions in these statements, also those below ``if`` and ``try``, but not inside one another."""
-    for statement in body:
-        if isinstance(statement, _DEFINITIONS):
-            yield statement
-        else:
-            yield from _definitions([n for n in ast.iter_child_nodes(statement) if isinstance(n, ast.stmt)])
-            if isinstance(statement, ast.Try):
-                for handler in statement.handlers:
-                    yield from _definitions(handler.body)
 
 
 def _code_name(function: Callable[..., Any]) -> str:
@@ -167,28 +132,3 @@ def _functions_of(filename: str) -> dict[tuple[str, int], FunctionNode]:
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
             functions[node.name, first] = node
     return functions
-
-
-def read_module(source: Path, module: str) -> str:
-    """Return the text of a module in an unpacked tree, a wheel or an sdist.
-
-    Raises:
-        LookupError: ``source`` does not hold the module.
-    """
-    path = module.replace(".", "/")
-    names = (f"{path}.py", f"{path}/__init__.py")
-    if source.is_dir():
-        for name in names:
-            if (source / name).is_file():
-                return (source / name).read_text(encoding="utf-8")
-    elif zipfile.is_zipfile(source):
-        with zipfile.ZipFile(source) as wheel:
-            for name in names:
-                if name in wheel.namelist():
-                    return wheel.read(name).decode()
-    else:
-        with tarfile.open(source) as sdist:
-            for member in sdist:
-                if member.name.partition("/")[2] in names and (file := sdist.extractfile(member)) is not None:
-                    return file.read().decode()
-    raise LookupError(f"{source} holds no module {module}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from vllm_ext.hooks.errors import HookError, UpstreamChanged, UpstreamMissing, installed_vllm
-from vllm_ext.hooks.feature import Feature
 from vllm_ext.hooks.fingerprint import forget_sources
 from vllm_ext.hooks.patch import Addition, Hook, Patch, Undo
 
@@ -71,14 +70,6 @@ def group(name: str) -> tuple[Hook, ...]:
         for hook in module.FEATURE.overrides(module.OVERRIDING) if hasattr(module, "OVERRIDING") else ():
             found.setdefault(hook.target, hook)
     return tuple(found.values())
-
-
-def overriding() -> Iterator[tuple[Feature, tuple[str, ...]]]:
-    """Yield which classes of ours override methods of vLLM's, with the feature they are for."""
-    for names in GROUPS.values():
-        for module in (importlib.import_module(f"vllm_ext.patches.{name}") for name in names):
-            if hasattr(module, "OVERRIDING"):
-                yield module.FEATURE, module.OVERRIDING
 
 
 def hooks() -> tuple[Hook, ...]:

@@ -102,6 +102,8 @@ def validate(scheduler_cls: object, additional_config: Mapping[str, Any]) -> tup
         raise ConfigError("system", named, f"contradicts --scheduler-cls {name}; leave one of them out")
     config = ext_config.parse({**raw, "system": name if named is None else named})
     systems.build(config)
+    if config.profile is None:
+        systems.in_milliseconds(config.slo)  # refuses a multiple, of which there is no step
     if name is not None or scheduler_cls is None:
         return config, SCHEDULER
     refuse_foreign_scheduler(config, scheduler_cls)

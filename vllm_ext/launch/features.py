@@ -76,6 +76,23 @@ def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
     return config.changed(kv_tier=config.kv_tier.changed(gaps=OFF, policy=policy))
 
 
+def objectives_in_milliseconds(config: ExtConfig, vllm_config: Any) -> ExtConfig:
+    """Return the configuration with milliseconds in place of multiples of a decode step, by the engine's profile.
+
+    Raises:
+        ConfigError: There is a multiple, and no profile.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_ext import systems
+    from vllm_ext.step_time.profile import engine_key, load_runtime_model
+
+    def runtime() -> Any:
+        return load_runtime_model(config.profile, engine_key(vllm_config, current_platform.get_device_name()))
+
+    return config.changed(slo=systems.in_milliseconds(config.slo, runtime))
+
+
 def let_failure_show() -> None:
     """Have the server exit with status 1 if its engine dies; where that can't be had, say so and serve all the same."""
     if (reason := _not_verified(("exit-status",))) is None:

@@ -52,7 +52,7 @@ from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
 from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.step_time.profile import engine_key, load_runtime_model
 from vllm_ext.step_time.samples import StepSamples
-from vllm_ext.systems import build
+from vllm_ext.systems import build, in_milliseconds
 from vllm_ext.systems.needs import can_predict_from_prompts, switched_off
 from vllm_ext.systems.upstream import BY_ARRIVAL, Arrival
 
@@ -132,7 +132,7 @@ class SteeredScheduler(AsyncScheduler):
             use_oracle=self.policies.system.oracle or "oracle" in config.prediction.sources,
             quantile=config.prediction.quantile,
             refresh=config.prediction.refresh,
-            slo=config.slo,
+            slo=in_milliseconds(config.slo, lambda: runtime),  # where no front end did
             window=self.policies.history or config.prediction.window,
         )
         self.switch = PolicySwitch(self, config.slo, self._reordered)

@@ -24,7 +24,14 @@ from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.cost.step_shape import CostModel, StepShape
 from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.measure.run_data import GapHistogram, RequestRow, RequestTable, RunData, TimeSeries
-from vllm_ext.simulation.run import build_scheduler, make_engine, quiet_vllm, rare_collections, run_data
+from vllm_ext.simulation.run import (
+    build_scheduler,
+    in_milliseconds,
+    make_engine,
+    quiet_vllm,
+    rare_collections,
+    run_data,
+)
 from vllm_ext.simulation.spec import UPSTREAM, Resolved, SimulationSpec, resolve
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.simulation.workloads.requests import SimRequest, Workload
@@ -116,6 +123,7 @@ class SimulatedCluster:
         costs: list[CostModel] = [cost] * replicas
         if slow > 1:
             costs[0] = _Slower(cost, slow)
+        resolved = in_milliseconds(resolved, cost)
         self.replicas: dict[str, SimulatedEngine] = {
             name: make_engine(resolved, build_scheduler(resolved), _Handed(self, name), one)
             for name, one in ((f"replica-{number}", one) for number, one in enumerate(costs))

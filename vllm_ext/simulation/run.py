@@ -7,10 +7,13 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_ext import systems
+from vllm_ext.config import parse
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cost.profiled import runtime_model
 from vllm_ext.simulation.cost.spec import build as build_cost
@@ -25,7 +28,7 @@ from vllm_ext.simulation.measure.run_data import RunData
 from vllm_ext.simulation.spec import UPSTREAM, Resolved, SimulationSpec, resolve
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.simulation.workloads.requests import Workload
-from vllm_ext.step_time.runtime import DEFAULT_TILE_TOKENS
+from vllm_ext.step_time.runtime import DEFAULT_TILE_TOKENS, RuntimeModel
 
 _TOTALS = ("steps", "empty_steps", "contended_steps", "prefill_tokens", "decode_tokens", "preemptions")
 Progress = Callable[[float, int], None]
@@ -57,7 +60,7 @@ def simulate(
     workload = workload or build_workload(spec.workload)
     cost = cost or build_cost(resolved.hardware, spec.cost)
     with rare_collections():
-        return _run(resolved, workload, cost, progress)  # nothing here holds on to what it made
+        return _run(in_milliseconds(resolved, cost), workload, cost, progress)  # nothing here holds on to what it made
 
 
 def _run(resolved: Resolved, workload: Workload, cost: CostModel, progress: Progress | None) -> RunData:
@@ -117,12 +120,34 @@ def make_engine(
                 raise ValueError(
                     f"profiled=True: must be left out, or options.profile={named!r}; a model starts from one"
                 )
-            tile_tokens = device.tile_tokens if spec.cost.kind == "roofline" else DEFAULT_TILE_TOKENS
-            scheduler.observer.start_from(runtime_model(cost, resolved.limits, tile_tokens))
+            scheduler.observer.start_from(_profiled(resolved, cost))
     made = SimulatedEngine(scheduler, workload, cost, collector, make_request=factory, on_progress=progress)
     if spec.record.decisions:
         made.decisions = []
     return made
+
+
+def in_milliseconds(resolved: Resolved, cost: CostModel) -> Resolved:
+    """Return a description whose objectives are milliseconds, where a profile of the hardware can tell them.
+
+    Without one the scheduler's own model tells them, or refuses them.
+    """
+    engine = resolved.spec.engine
+    if not engine.profiled:
+        return resolved
+    given = parse({"slo": engine.options.get("slo", {})}).slo
+    with quiet_vllm():
+        slo = systems.in_milliseconds(given, lambda: _profiled(resolved, cost))
+    if slo == given:
+        return resolved
+    options = {**engine.options, "slo": slo.model_dump(mode="json")}
+    spec = resolved.spec.model_copy(update={"engine": engine.model_copy(update={"options": options})})
+    return replace(resolved, spec=spec)
+
+
+def _profiled(resolved: Resolved, cost: CostModel) -> RuntimeModel:
+    tile = resolved.hardware.device.tile_tokens if resolved.spec.cost.kind == "roofline" else DEFAULT_TILE_TOKENS
+    return runtime_model(cost, resolved.limits, tile)
 
 
 def build_scheduler(resolved: Resolved) -> Scheduler:

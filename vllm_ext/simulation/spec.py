@@ -227,6 +227,14 @@ def _options_of(engine: EngineSpec) -> config.ExtConfig:
     return config.parse({**engine.options, "system": engine.system, "allow_oracle": True})
 
 
+def _refuse_multiples(options: config.ExtConfig) -> None:
+    try:
+        systems.in_milliseconds(options.slo)
+    except ConfigError as error:
+        allowed = "needs step times that are known at start: add engine.profiled (--profiled), or name milliseconds"
+        raise ConfigError(error.field, error.value, allowed) from error
+
+
 def checked(spec: SimulationSpec) -> SimulationSpec:
     """Return a description whose system and options are known to fit each other.
 
@@ -241,6 +249,8 @@ def checked(spec: SimulationSpec) -> SimulationSpec:
     try:
         options = _options_of(engine)
         policies, sources = systems.build(options), options.prediction.sources
+        if not engine.profiled and options.profile is None:
+            _refuse_multiples(options)
         if spec.workload.announce == "predicted" and policies.use_predictions and config.RETRIEVAL not in sources:
             allowed = f"must name {config.RETRIEVAL!r} where workload.announce is 'predicted', or nobody listens"
             raise ConfigError("prediction.sources", sources, allowed)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from vllm_ext.config import ConfigError
+from vllm_ext.config.slo import SloConfig
 from vllm_ext.contract import Budget, Need, Split, Step
 from vllm_ext.contract.checks import require
-from vllm_ext.step_time.runtime import RuntimeModel
+from vllm_ext.step_time.runtime import RuntimeModel, StepFeatures
 from vllm_ext.systems.system import System
 
+logger = logging.getLogger("vllm.vllm_ext.slo")
 _NO_CHANGE = Split()
 
 
@@ -133,6 +138,37 @@ def fitting_prompt_tokens(step: Step, step_s: float) -> int:
     if step.decode_tokens > step.num_decoding:  # with drafts to verify, a decode is a chunk to the step-time model
         return max(0, step.runtime.largest_prefill(step_s, 0, context, computed) - step.decode_tokens)
     return step.runtime.largest_prefill(step_s, step.num_decoding, context, computed)
+
+
+def decode_steps_ms(times: float, runtime: RuntimeModel) -> float:
+    """Return how long so many decode steps of the reference batch take, in milliseconds of three digits.
+
+    Objectives for gaps between tokens are 5 (strict) or 25 (relaxed) of them. Source: Sarathi-Serve, section 5.1.
+    """
+    step = StepFeatures(TbtBudget.reference_decodes, 0, TbtBudget.reference_decodes * TbtBudget.reference_context)
+    return float(f"{1000 * times * runtime.step_time_s(step):.3g}")
+
+
+def in_milliseconds(slo: SloConfig, runtime: Callable[[], RuntimeModel] = RuntimeModel) -> SloConfig:
+    """Return objectives whose multiples of a decode step are milliseconds, by the runtime model as it starts.
+
+    Raises:
+        ConfigError: there is a multiple, and the model starts from no measurement.
+    """
+
+    def plain(at: str, tbt_ms: float | str | None) -> float | str | None:
+        if not isinstance(tbt_ms, str):
+            return tbt_ms
+        model = runtime()
+        if model.given is None:
+            allowed = "needs measured step times: run `vllm-ext profile`, add --ext-profile auto; or name milliseconds"
+            raise ConfigError(f"{at}.tbt_ms", tbt_ms, allowed)
+        found_ms = decode_steps_ms(float(tbt_ms[:-1]), model)
+        logger.info("%s.tbt_ms=%s is %g ms, by the runtime model", at, tbt_ms, found_ms)
+        return found_ms
+
+    classes = {name: one.changed(tbt_ms=plain(f"slo.classes.{name}", one.tbt_ms)) for name, one in slo.classes.items()}
+    return slo.changed(tbt_ms=plain("slo", slo.tbt_ms), classes=classes)
 
 
 _PAPER = "Sarathi-Serve (arXiv 2403.02310)"
