@@ -108,10 +108,10 @@ def papers(root: Path) -> str:
 
 
 def papers_left_out(root: Path) -> str:  # noqa: ARG001 - it is in the code
-    """Figures and tables of papers that no experiment measures, and why."""
+    """Figures and tables of papers that no experiment simulates, and why."""
     rows = [[paper, what, why] for paper, module in _LEFT_OUT.items()
             for what, why in import_module(f"vllm_ext.experiments.papers.{module}").NOT_SIMULATED.items()]  # fmt: skip
-    return Table(["paper", "not measured", "why"], rows).markdown()
+    return Table(["paper", "not simulated", "why"], rows).markdown()
 
 
 _LEFT_OUT = {"ALISE": "alise_costs", "Sarathi-Serve": "sarathi_costs", "AccelGen": "accelgen_batches",

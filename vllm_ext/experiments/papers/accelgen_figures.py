@@ -203,7 +203,8 @@ def fig11(runner: Runner) -> Findings:
         tables=[table(crowded, dims), table(mild, dims, title="near capacity")],
         **values(found, "{} at {:g}/s.".format),
         claims=[*(claim for one in RANGES for claim in _ranged(one, crowded, pivots)), *_ranged(AT_NEAR, mild, pivots),
-                *_beside_oracle(crowded), *_aging(crowded, ""), *_aging(mild, " near capacity")],
+                *_beside_oracle(crowded), _over_tuned(crowded, ""), _over_tuned(mild, " near capacity"),
+                *_aging(crowded, ""), *_aging(mild, " near capacity")],
         config={
             **told,
             "kv_tokens": {panel.name: panel.kv_tokens for panel in panels},
@@ -285,6 +286,17 @@ def _beside_oracle(found: Windows) -> Iterator[PaperClaim]:
             value=min(_between(found, over(metric), base.ACCELGEN, base.ORACLE).values()),
             reasons=ALIKE,
         )
+
+
+OVER_TUNED = "goodput{}, ours / vLLM 0.32 tuned, least of the models"
+
+
+def _over_tuned(found: Windows, where: str) -> PaperClaim:
+    each = _between(found, over(GOODPUT), base.OURS, base.tuned(base.OPT_13B))
+    told = (f"{model} at {rate:g}/s {value:.3g}" for (model, rate), value in each.items())
+    return PaperClaim(
+        name=OVER_TUNED.format(where), kind="tendency", goal=1.0, value=min(each.values()), facts=", ".join(told)
+    )
 
 
 def _aging(found: Windows, where: str) -> Iterator[PaperClaim]:
