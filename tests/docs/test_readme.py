@@ -106,7 +106,7 @@ def test_a_value_that_changes_makes_the_readme_stale(checkout: Path) -> None:
     [
         ("compare_memory.json", "metrics", "load_2.preemptions"),
         ("compare_memory.json", "config", "requests_per_run"),
-        ("step_overhead.json", "config", "waiting"),
+        ("repro/accelgen-fig11.json", "config", "seeds"),
     ],
 )
 def test_an_absent_metric_is_named_with_its_file(checkout: Path, name: str, part: str, key: str) -> None:
@@ -116,8 +116,8 @@ def test_an_absent_metric_is_named_with_its_file(checkout: Path, name: str, part
 
 
 def test_an_absent_file_is_named(checkout: Path) -> None:
-    (checkout / "benchmarks" / "results" / "step_overhead.json").unlink()
-    with pytest.raises(result_file.Unshown, match=r"benchmarks/results/step_overhead.json can't be read"):
+    (checkout / "benchmarks" / "results" / "compare_memory.json").unlink()
+    with pytest.raises(result_file.Unshown, match=r"benchmarks/results/compare_memory.json can't be read"):
         readme_results.rewritten(checkout, checkout / "README.md")
 
 
@@ -167,19 +167,14 @@ def test_the_gain_of_a_tuned_server_is_what_the_result_says(checkout: Path) -> N
     assert "P99 0.50 / 0.50 times" in found.note
 
 
-def test_a_system_that_was_measured_with_shorter_queues_says_so(checkout: Path) -> None:
-    assert "waiting)" not in headlines.step_cost(checkout).note
-    path = checkout / "benchmarks" / "results" / "step_overhead.json"
+def test_objectives_are_shown_only_with_an_interval_over_seeds(checkout: Path) -> None:
+    path = checkout / "benchmarks" / "results" / "repro" / "accelgen-fig11.json"
     data = json.loads(path.read_text())
-    data["metrics"] = {
-        name: value
-        for name, value in data["metrics"].items()
-        if not (name.startswith("sarathi_") and "_10000_waiting_" in name)
-    }
+    for claim in data["claims"]:
+        claim.pop("interval", None)
     path.write_text(json.dumps(data))
-    note = headlines.step_cost(checkout).note
-    assert "`sarathi` (up to 1,000 waiting)" in note
-    assert note.count("waiting)") == 1
+    with pytest.raises(result_file.Unshown, match=r"has no claim .*ours / vLLM 0\.32 tuned.* of several seeds"):
+        headlines.objectives(checkout)
 
 
 def test_a_command_of_two_lines_is_shown_once() -> None:
