@@ -142,3 +142,10 @@ def test_short_steps_are_repeated_more_often() -> None:
 
 def test_prompts_that_do_not_make_one_step_are_no_measurement() -> None:
     assert Engine(1000).steps()(1024) is None
+
+
+def test_a_server_is_profiled_without_what_its_profile_is_for() -> None:
+    ours = {"slo": {"tbt_ms": "5x"}, "profile": "auto", "kv_tier": {"gib": 1}}
+    found = module.without_profile({"vllm_ext": ours, "other": 1})
+    assert found == {"vllm_ext": {"kv_tier": {"gib": 1}}, "other": 1}
+    assert module.without_profile(None) is None

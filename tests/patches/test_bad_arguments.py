@@ -44,7 +44,7 @@ BAD = {
     ),
     "TBT by a step of unknown time": (
         [*SYSTEM, "--tbt-slo-ms", "5x"],
-        ["--tbt-slo-ms 5x: needs measured step times: run `vllm-ext profile`, add --ext-profile auto; or name millis"],
+        ["--tbt-slo-ms 5x: needs measured step times: run `vllm-ext profile` with this server's flags and add"],
     ),
     "TBT of a class by a step of unknown time": (
         options(slo={"classes": {"chat": {"tbt_ms": "25x"}}}),

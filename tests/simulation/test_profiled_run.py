@@ -80,9 +80,7 @@ def test_a_multiple_is_the_same_number_for_every_replica() -> None:
 
 
 def test_a_multiple_of_a_class_needs_a_profile_too() -> None:
-    said = (
-        r"^engine\.options\.slo\.classes\.chat\.tbt_ms='5x': needs step times .* \(--profiled\), or name milliseconds"
-    )
+    said = r"^engine\.options\.slo\.classes\.chat\.tbt_ms='5x': needs step times .* \(--profiled\) or name a profile"
     with pytest.raises(ConfigError, match=said):
         served(None, profiled=False, options={"slo": {"classes": {"chat": {"tbt_ms": "5x"}}}})
 

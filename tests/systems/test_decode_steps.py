@@ -53,6 +53,32 @@ def test_milliseconds_stay_as_they_are_and_no_model_is_asked_for() -> None:
     assert in_milliseconds(given) == given
 
 
+def test_all_multiples_are_of_one_model() -> None:
+    asked: list[int] = []
+
+    def runtime() -> RuntimeModel:
+        asked.append(1)
+        return STARTED
+
+    in_milliseconds(parse({"slo": {"tbt_ms": "5x", "classes": {"fast": {"tbt_ms": "1x"}}}}).slo, runtime)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("times", "model"), [("9" * 308 + "x", STARTED), ("5x", RuntimeModel(Coefficients(*[0.0] * 5)))]
+)
+def test_what_comes_to_nothing_or_to_no_number_is_refused_where_it_was_given(times: str, model: RuntimeModel) -> None:
+    slo = parse({"slo": {"classes": {"gold": {"tbt_ms": times}}}}).slo
+    with pytest.raises(ConfigError, match=r"slo\.classes\.gold\.tbt_ms='[95]+(x')?: needs measured step times"):
+        in_milliseconds(slo, lambda: model)
+
+
+@pytest.mark.parametrize("options", [{"slo": {"tbt_ms": 10**400}}, {"kv_tier": {"gib": 10**400}}])
+def test_a_number_beyond_all_floats_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"must be a number of"):
+        parse(options)
+
+
 @pytest.mark.parametrize("where", ["slo", "slo.classes.gold"])
 def test_a_model_that_learns_while_serving_can_tell_no_step(where: str) -> None:
     options = {"tbt_ms": "5x"} if where == "slo" else {"classes": {"gold": {"tbt_ms": "5x"}}}

@@ -367,7 +367,8 @@ def _tuned(
     args: argparse.Namespace, base: SimulationSpec, found: Answer, saturated: Saturation, workload: GeneratedWorkload
 ) -> tuned.Tuned:
     choice, hardware = found.choice, resolve(base).hardware
-    options = {} if choice.system is AS_IT_IS else choice.on(base).engine.options
+    profile = {"profile": "auto"} if base.engine.profiled else {}
+    options = {} if choice.system is AS_IT_IS else {**choice.on(base).engine.options, **profile}
     limits = resolve(choice.on(base)).limits
     over = {load: [found.over(choice, load, name) for name in (evidence.MEAN, evidence.P99, evidence.TTFT_P90)]
             for load in sorted(found.pair)}  # fmt: skip

@@ -76,6 +76,7 @@ def _profile(args: argparse.Namespace) -> int:
     if args.rounds < 1:
         raise UsageError(f"--rounds={args.rounds}: must be at least 1")
     args.scheduler_cls, args.enable_prefix_caching = "fcfs", False
+    args.additional_config = without_profile(args.additional_config)
     engine_args = EngineArgs.from_cli_args(args)
     llm = vllm.LLM(**{f.name: getattr(engine_args, f.name) for f in dataclasses.fields(engine_args)})
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -95,6 +96,16 @@ def _profile(args: argparse.Namespace) -> int:
     use = f"vllm serve {key.model} --scheduler-cls alise --ext-profile {path if args.out else 'auto'}"
     print(f"use it, with the same dtype and tensor-parallel size: {use}")
     return 0
+
+
+def without_profile(additional_config: Any) -> Any:
+    """Return a server's additional configuration without what a profile is for: it is not there yet."""
+    from vllm_ext.config import KEY
+
+    ours = additional_config.get(KEY) if isinstance(additional_config, dict) else None
+    if not isinstance(ours, dict):
+        return additional_config
+    return {**additional_config, KEY: {name: ours[name] for name in ours if name not in ("slo", "profile")}}
 
 
 def _measure(runner: _Runner, scheduler: Any, rounds: int) -> list[tuple[StepFeatures, float]]:

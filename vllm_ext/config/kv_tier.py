@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -48,7 +48,7 @@ def _whole(path: str) -> str:
 
 
 def _gib(value: object) -> float | str | None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
     if not (number or value is None or value == AUTO):
         raise ValueError(f"must be a number of GiB of at least 0, or {AUTO}")
     return float(value) if isinstance(value, int) else value  # type: ignore[return-value]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from typing import Annotated, ClassVar, Self
 
 from annotated_types import MaxLen
@@ -31,7 +31,7 @@ def _gap(value: object) -> float | str | None:
     """Check milliseconds, or a multiple of a decode step such as ``5x``."""
     multiple = re.fullmatch(r"(\d+\.?\d*|\.\d+)x", value) if isinstance(value, str) else None
     number = float(multiple[1]) if multiple else value
-    fits = isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf
+    fits = isinstance(number, int | float) and not isinstance(number, bool) and 0 < number <= sys.float_info.max
     if not (fits or value is None):
         raise ValueError("must be a number of milliseconds greater than 0, or a multiple of a decode step such as 5x")
     return float(value) if isinstance(value, int) else value  # type: ignore[return-value]

@@ -231,7 +231,7 @@ def _refuse_multiples(options: config.ExtConfig) -> None:
     try:
         systems.in_milliseconds(options.slo)
     except ConfigError as error:
-        allowed = "needs step times that are known at start: add engine.profiled (--profiled), or name milliseconds"
+        allowed = "needs step times that are known at start: add engine.profiled (--profiled) or name a profile's file"
         raise ConfigError(error.field, error.value, allowed) from error
 
 
@@ -249,7 +249,7 @@ def checked(spec: SimulationSpec) -> SimulationSpec:
     try:
         options = _options_of(engine)
         policies, sources = systems.build(options), options.prediction.sources
-        if not engine.profiled and options.profile is None:
+        if not engine.profiled and options.profile in (None, "auto"):
             _refuse_multiples(options)
         if spec.workload.announce == "predicted" and policies.use_predictions and config.RETRIEVAL not in sources:
             allowed = f"must name {config.RETRIEVAL!r} where workload.announce is 'predicted', or nobody listens"

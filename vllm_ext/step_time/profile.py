@@ -178,7 +178,7 @@ def load(path: Path) -> Profile:
 def load_runtime_model(option: str | None, key: EngineKey = _UNKNOWN) -> RuntimeModel:
     """Return the runtime model that the ``profile`` option asks for; defaults where none is given.
 
-    With ``auto`` nothing stops the start: what can't be used is reported with the reason, and the model starts from
+    With ``auto`` nothing is refused: what can't be used is reported with the reason, and the model starts from
     defaults and learns. A damaged file in the cache is set aside; one of another format or of another engine is left
     alone. A named file is used whatever it was measured with, as the user asked for it, but a difference is reported.
 

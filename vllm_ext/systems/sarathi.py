@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -141,10 +142,7 @@ def fitting_prompt_tokens(step: Step, step_s: float) -> int:
 
 
 def decode_steps_ms(times: float, runtime: RuntimeModel) -> float:
-    """Return how long so many decode steps of the reference batch take, in milliseconds of three digits.
-
-    Objectives for gaps between tokens are 5 (strict) or 25 (relaxed) of them. Source: Sarathi-Serve, section 5.1.
-    """
+    """Return so many decode steps of the reference batch in milliseconds, to three digits (Sarathi-Serve, 5.1)."""
     step = StepFeatures(TbtBudget.reference_decodes, 0, TbtBudget.reference_decodes * TbtBudget.reference_context)
     return float(f"{1000 * times * runtime.step_time_s(step):.3g}")
 
@@ -155,15 +153,15 @@ def in_milliseconds(slo: SloConfig, runtime: Callable[[], RuntimeModel] = Runtim
     Raises:
         ConfigError: there is a multiple, and the model starts from no measurement.
     """
+    runtime = functools.cache(runtime)
 
     def plain(at: str, tbt_ms: float | str | None) -> float | str | None:
         if not isinstance(tbt_ms, str):
             return tbt_ms
-        model = runtime()
-        if model.given is None:
-            allowed = "needs measured step times: run `vllm-ext profile`, add --ext-profile auto; or name milliseconds"
-            raise ConfigError(f"{at}.tbt_ms", tbt_ms, allowed)
-        found_ms = decode_steps_ms(float(tbt_ms[:-1]), model)
+        found_ms = math.inf if runtime().given is None else decode_steps_ms(float(tbt_ms[:-1]), runtime())
+        if not 0 < found_ms < math.inf:
+            allowed = "run `vllm-ext profile` with this server's flags and add --ext-profile auto, or name milliseconds"
+            raise ConfigError(f"{at}.tbt_ms", tbt_ms, f"needs measured step times: {allowed}")
         logger.info("%s.tbt_ms=%s is %g ms, by the runtime model", at, tbt_ms, found_ms)
         return found_ms
 

@@ -48,6 +48,8 @@ def command_of(base: SimulationSpec, choice: Candidate) -> str:
     options = {name: value for name, value in engine.options.items() if name != "policies"}
     if options and choice.system is not AS_IT_IS:
         words += ["--additional-config", json.dumps({KEY: options})]
+    if engine.profiled and choice.system is not AS_IT_IS:
+        words += ["--ext-profile", "auto"]
     return shlex.join(words)
 
 
@@ -61,4 +63,4 @@ def not_in_command(base: SimulationSpec, choice: Candidate) -> Iterator[str]:
     if hardware.kv_dtype_bytes not in (1, 2):
         yield f"KV of {hardware.kv_dtype_bytes} bytes per number: a model that is served in such a --dtype"
     if base.engine.profiled and choice.system is not AS_IT_IS:
-        yield "a profile of the device: run vllm-ext profile, then add --ext-profile auto"
+        yield "a profile of the device: run vllm-ext profile first"
