@@ -202,12 +202,13 @@ def test_options_that_the_server_has_are_in_the_command(
     made_up(monkeypatch)
     saved = tmp_path / "tuned.json"
     options = ["--set", 'engine.options={"kv_tier": {"gib": 4.0}}', "--block-size", "32", "--save", str(saved)]
-    options += ["--set", "hardware.kv_dtype_bytes=1"]
+    options += ["--set", "hardware.kv_dtype_bytes=1", "--set", "engine.profiled=true"]
     assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), *options, *FAST]) == 0
     command = shlex.split(json.loads(capsys.readouterr().out.splitlines()[-1])["config"]["command"])
     assert json.loads(command[command.index("--additional-config") + 1]) == {"vllm_ext": {"kv_tier": {"gib": 4.0}}}
-    assert tuned.load(saved).settings.options == {"kv_tier": {"gib": 4.0}}
-    assert [command[command.index(flag) + 1] for flag in ("--block-size", "--kv-cache-dtype")] == ["32", "fp8"]
+    assert tuned.load(saved).settings.options == {"kv_tier": {"gib": 4.0}, "profile": "auto"}
+    given = [command[command.index(flag) + 1] for flag in ("--block-size", "--kv-cache-dtype", "--ext-profile")]
+    assert given == ["32", "fp8", "auto"]
 
 
 def test_seats_that_must_stay_rule_out_budgets_below_them(
