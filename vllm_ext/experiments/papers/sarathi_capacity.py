@@ -56,10 +56,10 @@ def variants(panel: base.Panel, dataset: str, slo: str) -> list[Variant]:
     ]
     slow = []
     if (panel, dataset, slo) == (base.YI, base.CHATS, base.BY_RULE[1]):  # of which the paper states 2.7
-        half = {"cost": HALF_THE_ARITHMETIC}
+        budget = {**objective, "budget": {"tokens": tokens}}
         slow = [
-            own(VLLM_2023 + SLOW, "vllm-2023", start=eager / 2, **half),
-            own(PAPERS + SLOW, PAPERS, tokens=tokens, options={**objective, "budget": {"tokens": tokens}}, **half),
+            own(VLLM_2023 + SLOW, "vllm-2023", start=eager / 2, cost=HALF_THE_ARITHMETIC),
+            own(PAPERS + SLOW, PAPERS, tokens=tokens, options=budget, cost=HALF_THE_ARITHMETIC),
         ]
     return [
         own(ORCA, "orca", orca_seats, orca_seats * context, start=0.8 * eager),
