@@ -9,7 +9,7 @@ from vllm_ext.experiments.experiment import Findings, flat, line_plot
 from vllm_ext.experiments.grid import Metrics
 from vllm_ext.experiments.papers import pensieve as base
 from vllm_ext.experiments.runner import Runner
-from vllm_ext.report.claim import PaperClaim
+from vllm_ext.report.claim import PaperClaim, Reason, Verdict
 from vllm_ext.report.table import Table
 
 RATES, QUICK_RATES = (2.0, 2.5, 3.0, 3.25, 3.5, 3.75), (3.0, 4.5)
@@ -33,6 +33,12 @@ SHOWN = (
     base.BY_TURNS,
     base.OURS,
 )
+REASONS: Mapping[Verdict, Reason] = {
+    "below": Reason(
+        "weighing by cost finds less, dropping leading ends little more",
+        "rows `tail, retention value`, `tail, least recently used` and `Pensieve`",
+    )
+}
 
 
 @base.PAPER.figure(
@@ -112,6 +118,7 @@ def claims(
             value=max(points.values()),
             ours=max(our_points.values()),
             headline=True,
+            reasons=REASONS,
             facts=", ".join(f"{rate:g}/s: {value:+.1f}" for rate, value in points.items()),
         ),
         PaperClaim(
@@ -121,6 +128,7 @@ def claims(
             value=max(fewer.values()),
             ours=max(our_fewer.values()),
             headline=True,
+            reasons=REASONS,
             facts=", ".join(f"{rate:g}/s: {value:+.1%}" for rate, value in fewer.items()),
         ),
     ]
