@@ -59,8 +59,10 @@ STRATEGIES = (
 OVER = {DEFER: 1.8, RECOMPUTE: 2.8}
 """The paper's largest ratios of normalised latency at one rate."""
 REASONS: Mapping[Verdict, Reason] = {
-    "below": Reason("prompts and decodes share steps: KV computed again is cheap", "row `Recompute`"),
-    "above": Reason("a deferred request waits behind all that run", "row `Defer`"),
+    "above": Reason(
+        "it peaks where memory just fills; the paper's loads unstated",
+        "columns `Defer, ms/token`, `Recompute, ms/token` and `swap, ms/token`",
+    ),
 }
 
 
